@@ -1,0 +1,40 @@
+"""Shared by all tests: offline, two threads, tiny random targets."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from dflash_lib.target.loading import Target, load_target  # noqa: E402
+from tests.tiny import make_tiny_target  # noqa: E402
+
+torch.set_num_threads(2)
+DATA = Path(__file__).parent / "data"
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory) -> Path:
+    """Folder of the tiny dense target. Shared: copy it before changing anything."""
+    return make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny_llama", "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_5_folder(tmp_path_factory) -> Path:
+    """Folder of the tiny Gated DeltaNet hybrid."""
+    return make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny_qwen3_5", "qwen3_5")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_llama_folder) -> Target:
+    return load_target(tiny_llama_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_5(tiny_qwen3_5_folder) -> Target:
+    return load_target(tiny_qwen3_5_folder)
