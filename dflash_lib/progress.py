@@ -38,7 +38,9 @@ class Progress:
         """The line as text: what, done/total, rate, time left, note."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         rate = (self.done - self.start) / seconds
-        left = f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else f"{seconds:.0f} s"
+        left = f"{seconds:.0f} s"
+        if rate > 0 and self.done < self.total:
+            left = f"{(self.total - self.done) / rate:.0f} s left"
         share = 100 * self.done / self.total if self.total else 100.0
         text = f"{self.what}: {self.done}/{self.total} {self.unit} ({share:.0f} %), {rate:.4g} {self.unit}/s, {left}"
         return f"{text}, {self.note}" if self.note else text

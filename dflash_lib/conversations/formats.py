@@ -33,14 +33,16 @@ class Conversation:
         return Conversation(self.id, [m for m in self.messages if m["role"] != "assistant"], self.extra)
 
 
-def parse_conversation(value: Any, where: str, need_assistant: bool = True) -> Conversation:
-    """Checks one decoded JSON value and returns it as a Conversation.
+def parse_conversation(value: Any, where: str, need_assistant: bool = True, default_id: str = "") -> Conversation:
+    """Checks one decoded JSON value and returns it as a Conversation; `default_id` serves where it has no id.
 
     Raises ConversationError, starting with `where`, for anything but a dict with a non-empty list of messages of known
     roles with text content, and for a conversation without an assistant turn when `need_assistant`.
     """
     if not isinstance(value, dict) or not isinstance(value.get("messages"), list) or not value["messages"]:
         raise ConversationError(f'{where}: expected an object with a non-empty list "messages"')
+    if not isinstance(value.get("id", ""), str | int):
+        raise ConversationError(f"{where}: id must be text or a whole number, found {type(value['id']).__name__}")
     for i, message in enumerate(value["messages"]):
         at = f"{where}, message {i}"
         if not isinstance(message, dict):
@@ -59,7 +61,7 @@ def parse_conversation(value: Any, where: str, need_assistant: bool = True) -> C
         raise ConversationError(f"{where}: no assistant turn, so nothing to train on; "
                                 "let the target answer it with `python -m dflash_lib regenerate`")
     extra = {key: item for key, item in value.items() if key not in ("id", "messages")}
-    return Conversation(str(value.get("id", where)), value["messages"], extra)
+    return Conversation(str(value.get("id", default_id)), value["messages"], extra)
 
 
 def read_conversations(path: Path | str, max_samples: int | None = None,
@@ -73,7 +75,7 @@ def read_conversations(path: Path | str, max_samples: int | None = None,
     for number, value in read_jsonl(path):
         if max_samples is not None and len(seen) >= max_samples:
             break
-        conversation = parse_conversation(value, f"{path}, line {number}", need_assistant)
+        conversation = parse_conversation(value, f"{path}, line {number}", need_assistant, f"line-{number}")
         if conversation.id in seen:
             raise ConversationError(f"{path}, line {number}: id {conversation.id!r} was used on line "
                                     f"{seen[conversation.id]} already")

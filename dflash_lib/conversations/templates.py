@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_lib.conversations.formats import Conversation, ConversationError
+from dflash_lib.files import hash_value
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Segment:
     text: str
     supervised: bool
     token_ids: tuple[int, ...] | None = None
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """sha256 of the vocabulary, merges and chat template: two tokenizers with one hash give the same rows."""
+    return hash_value([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""])
 
 
 def render(tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
@@ -39,6 +45,8 @@ def segment_conversation(tokenizer, conversation: Conversation) -> list[Segment]
     cannot be found in its rendering: such a row is refused, never guessed.
     """
     messages, end_of_turn = conversation.messages, tokenizer.eos_token
+    if not end_of_turn:
+        raise ConversationError("the tokenizer names no eos_token, so the end of a turn is not known")
     whole = render(tokenizer, messages)
     segments, at = [], 0
     for i, message in enumerate(messages):
@@ -56,8 +64,10 @@ def segment_conversation(tokenizer, conversation: Conversation) -> list[Segment]
             raise ConversationError(f"{where}: its content is not what the template renders after the prompt")
         at = len(prompt) + len(content)
         ids = message.get("token_ids")
-        ended = message.get("finish_reason", "stop") == "stop"
-        if ended and whole[at:].startswith(end_of_turn):
+        if message.get("finish_reason", "stop") == "stop":
+            if not whole.startswith(end_of_turn, at):
+                raise ConversationError(f"{where}: the template does not put the tokenizer's end-of-turn token "
+                                        f"{end_of_turn!r} behind its content, so its end could not be learned")
             at += len(end_of_turn)
         text = whole[len(prompt):at]
         segments.append(Segment(text, True, tuple(ids) if ids else None))
@@ -92,7 +102,7 @@ def encode_conversation(tokenizer, conversation: Conversation) -> tuple[list[int
 
 def encode_prompt(tokenizer, conversation: Conversation) -> list[int]:
     """Token ids of the conversation so far plus the generation prompt: what the target continues."""
-    closed = Conversation(conversation.id, [*conversation.messages, {"role": "assistant", "content": ""}])
+    closed = Conversation(conversation.id, [*conversation.messages, {"role": "assistant", "content": "", "finish_reason": "length"}])
     segments = segment_conversation(tokenizer, closed)
     last = max(i for i, segment in enumerate(segments) if segment.supervised)
     return tokenize_segments(tokenizer, segments[:last])[0]

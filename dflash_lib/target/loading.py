@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from dflash_lib.conversations.templates import tokenizer_hash
 from dflash_lib.files import hash_file, hash_value
 
 
@@ -118,11 +119,6 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         raise TargetError(f"{path}: no usable tokenizer here ({error})") from error
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of the vocabulary, merges and chat template: two tokenizers with one hash give the same rows."""
-    return hash_value([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""])
-
-
 def weights_hash(files: list[Path]) -> str:
     """sha256 over the weight files' names and bytes."""
     return hash_value([[file.name, hash_file(file)] for file in files])
@@ -151,7 +147,7 @@ def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, devi
         use_safetensors=True, output_loading_info=True)
     bad = {name: sorted(map(str, report[name]))[:5] for name in ("missing_keys", "mismatched_keys") if report[name]}
     if bad:
-        raise TargetError(f"{path}: the weights do not fit the configuration, and what is missing would be random: {bad}")
+        raise TargetError(f"{path}: the weights do not fit the configuration; what is missing would be random: {bad}")
     model.eval().requires_grad_(False).to(device)
     identity = {
         "name": path.name, "weights": weights_hash(files), "config": hash_file(path / "config.json"),
