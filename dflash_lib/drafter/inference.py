@@ -1,0 +1,80 @@
+"""Drafting: what proposes tokens while decoding, and the trained drafter as one such proposer."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_lib.drafter.folder import TrainedDrafter, check_fits_target
+from dflash_lib.target.loading import Target
+
+
+class Proposer(Protocol):
+    """Proposes the tokens that follow an anchor. Used by decoding, by its baselines and by the trained drafter."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Forgets everything: a new prompt."""
+
+    def extend(self, token_ids: Sequence[int], aux_hidden_states: Tensor) -> None:
+        """Takes the next n confirmed tokens with the target's states for them, [n, L, H] float32."""
+
+    def propose(self, anchor: int, num_tokens: int) -> list[int]:
+        """`num_tokens` tokens to follow `anchor`, whose position is the number of tokens extended so far."""
+
+
+def head_rows(target_head: Tensor, draft_vocab: Tensor | None) -> Tensor:
+    """The rows of the target's head [V, H] that the drafter proposes over."""
+    return target_head if draft_vocab is None else target_head[draft_vocab].contiguous()
+
+
+class DrafterProposer:
+    """The trained drafter with its context keys and values cached, one document at a time."""
+
+    def __init__(self, drafter: TrainedDrafter, target: Target, name: str = "drafter"):
+        check_fits_target(drafter, target.identity, name)
+        self.name = name
+        self.network, self.draft_vocab = drafter.network.to(target.device), drafter.draft_vocab
+        self.config = drafter.config
+        self.embedding = target.embedding
+        self.head = head_rows(target.head.weight, drafter.draft_vocab)
+        self.mask_embedding = self.embedding(torch.tensor([self.config.mask_token_id], device=target.device))
+        self.begin()
+
+    def begin(self) -> None:
+        self.num_context = 0
+        self.cache: list[tuple[Tensor, Tensor]] | None = None
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Sequence[int], aux_hidden_states: Tensor) -> None:
+        if len(token_ids) != len(aux_hidden_states):
+            raise ValueError(f"{len(token_ids)} tokens with {len(aux_hidden_states)} states")
+        positions = torch.arange(self.num_context, self.num_context + len(token_ids), device=self.head.device)
+        new = self.network.context(aux_hidden_states[None].to(self.network.fc.weight.dtype), positions[None])
+        if self.cache is None:
+            self.cache = new
+        else:
+            self.cache = [(torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2))
+                          for (k, v), (more_k, more_v) in zip(self.cache, new, strict=True)]
+        self.num_context += len(token_ids)
+
+    @torch.inference_mode()
+    def propose(self, anchor: int, num_tokens: int) -> list[int]:
+        if not 1 <= num_tokens < self.config.block_size:
+            raise ValueError(f"{num_tokens} draft tokens asked of a drafter with block_size {self.config.block_size} "
+                             f"(1 to {self.config.block_size - 1})")
+        if self.cache is None:
+            raise ValueError("propose before the first extend: the drafter has no context yet")
+        device = self.head.device
+        anchor_embedding = self.embedding(torch.tensor([anchor], device=device))
+        # always the trained block: a shorter one would show its slots fewer neighbours than in training
+        embedded = torch.cat([anchor_embedding, self.mask_embedding.expand(self.config.block_size - 1, -1)])
+        hidden = self.network(embedded[None, None].to(self.network.fc.weight.dtype),
+                              torch.tensor([[self.num_context]], device=device), self.cache)
+        ids = F.linear(hidden[0, 0, 1:num_tokens + 1], self.head.to(hidden.dtype)).argmax(dim=-1)
+        if self.draft_vocab is not None:
+            ids = self.draft_vocab.to(device)[ids]
+        return ids.tolist()

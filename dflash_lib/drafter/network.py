@@ -1,0 +1,242 @@
+"""The DFlash drafter: z-lab's architecture (arXiv 2602.06036), as DESIGN.md's convention 6 has it.
+
+Shape legend: B documents, T context tokens, A anchors (blocks) a document, S block_size, H hidden size, N query heads,
+G key/value heads, D head_dim, L tapped target layers.
+
+The drafter reads hidden states of the frozen target (the context) and fills a block in one pass. Every layer's context
+keys and values come from the same input, `hidden_norm(fc(states))`, which the layers never update; block tokens attend
+to the context before their anchor and to their own block.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_lib.drafter.blocks import attention_mask
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """What defines a drafter's weights and its use.
+
+    num_target_layers: decoder layers of the target; target_layer_ids: tapped layers (id k is the output of layer k);
+    vocab_size: rows of the target's embedding; draft_vocab_size: rows of the reduced head, None for the target's own;
+    layer_types: "full_attention" or "sliding_attention" for each layer.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    vocab_size: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    layer_types: tuple[str, ...] = (FULL,)
+    sliding_window: int | None = None
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        problems = []
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            problems.append(f"mask_token_id {self.mask_token_id} is no row of the target's embedding "
+                            f"(0..{self.vocab_size - 1})")
+        if self.block_size < 2:
+            problems.append(f"block_size {self.block_size} drafts nothing; it counts the anchor, so use 2 or more")
+        if not self.target_layer_ids or list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
+            problems.append(f"target_layer_ids {list(self.target_layer_ids)} must be ascending and distinct")
+        elif not 0 <= self.target_layer_ids[0] <= self.target_layer_ids[-1] < self.num_target_layers:
+            problems.append(f"target_layer_ids {list(self.target_layer_ids)} are not within the target's layers "
+                            f"0..{self.num_target_layers - 1}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} kv heads")
+        unknown = set(self.layer_types) - {FULL, SLIDING}
+        if unknown or not self.layer_types:
+            problems.append(f"layer_types {list(self.layer_types)} must be {FULL} or {SLIDING}, one a layer")
+        if SLIDING in self.layer_types and (self.sliding_window or 0) < 1:
+            problems.append(f"sliding_attention layers need a sliding_window, found {self.sliding_window}")
+        if problems:
+            raise ValueError("drafter configuration: " + "; ".join(problems))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32 (plain weight, as Qwen3 and Llama)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Full-width rotary positions. `inv_freq` is float32 and stays so: rounding it to bfloat16 shifts far positions by
+    radians, so it is no buffer that `.to(dtype)` could touch."""
+
+    def __init__(self, head_dim: int, theta: float):
+        super().__init__()
+        self.inv_freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        self.inv_freq = self.inv_freq.float()
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int [...] -> cos, sin float32 [..., D]."""
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[..., None].float() * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary positions to x [..., D] (half-split pairing, as HF's Llama and Qwen3)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of block tokens over the context and their own block."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.num_heads, self.num_kv, self.head_dim = (
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.q_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.num_kv * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.num_kv * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, H], cos and sin [B, T, D] -> keys and values [B, G, T, D]."""
+        shape = (*x.shape[:2], self.num_kv, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        values = self.v_proj(x).view(shape).transpose(1, 2)
+        return rotate(keys, cos[:, None], sin[:, None]), values
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], mask: Tensor,
+                block_size: int) -> Tensor:
+        """x [B, A*S, H] block tokens; context keys and values [B, G, T, D]; mask bool [B, A, S, T+S], True = visible.
+
+        Scores over the context and over the own block are formed apart and normalised together, so other blocks cost
+        nothing: A*S*(T+S) scores instead of A*S*(T+A*S).
+        """
+        num_docs, num_tokens = x.shape[:2]
+        num_blocks, group = num_tokens // block_size, self.num_heads // self.num_kv
+        context_keys, context_values = context
+        num_context = context_keys.shape[2]
+        queries = self.q_norm(self.q_proj(x).view(num_docs, num_tokens, self.num_heads, self.head_dim)).transpose(1, 2)
+        queries = rotate(queries, cos[:, None], sin[:, None]) * self.head_dim**-0.5
+        keys, values = self.keys_values(x, cos, sin)
+        # [B, G, group * A*S, D]: the query heads of one kv head side by side, so that one product serves the group
+        queries = queries.reshape(num_docs, self.num_kv, group * num_tokens, self.head_dim)
+        over_context = (queries @ context_keys.transpose(2, 3)).view(
+            num_docs, self.num_kv, group, num_blocks, block_size, num_context)
+        blocks = (num_docs, self.num_kv, 1, num_blocks, block_size, self.head_dim)
+        by_block = queries.view(num_docs, self.num_kv, group, num_blocks, block_size, self.head_dim)
+        over_block = by_block @ keys.view(blocks).transpose(4, 5)
+        scores = torch.cat([over_context, over_block], dim=-1)
+        scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
+        weights = scores.float().softmax(dim=-1).to(x.dtype)
+        from_context = weights[..., :num_context].reshape(
+            num_docs, self.num_kv, group * num_tokens, num_context) @ context_values
+        from_block = weights[..., num_context:] @ values.view(blocks)
+        out = from_context.view(num_docs, self.num_heads, num_tokens, self.head_dim) + from_block.reshape(
+            num_docs, self.num_heads, num_tokens, self.head_dim)
+        return self.o_proj(out.transpose(1, 2).reshape(num_docs, num_tokens, self.num_heads * self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm decoder layer; the norm before attention is for block tokens only."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], mask: Tensor,
+                block_size: int) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, mask, block_size)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDrafter(nn.Module):
+    """The drafter without embedding and head, which are the target's. Parameter names are those of z-lab's files."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def context(self, aux_hidden_states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Context keys and values of every layer, [B, G, T, D] each.
+
+        aux_hidden_states: [B, T, L, H] target states, layers in ascending order; positions: int [B, T] in the document.
+        """
+        x = self.hidden_norm(self.fc(aux_hidden_states.flatten(2)))
+        cos, sin = self.rotary(positions)
+        return [layer.self_attn.keys_values(x, cos, sin) for layer in self.layers]
+
+    def forward(self, embedded: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Final hidden states of the blocks, [B, A, S, H], ready for the target's head.
+
+        embedded: [B, A, S', H], the target's embedding of anchor and mask tokens (S' up to block_size);
+        anchors: int [B, A], position of each anchor; context: from `context`, of which a block sees positions before
+        its anchor only (and, in sliding-window layers, within the window).
+        """
+        num_docs, num_blocks, block_size, hidden = embedded.shape
+        positions = anchors[..., None] + torch.arange(block_size, device=anchors.device)
+        cos, sin = self.rotary(positions.flatten(1))
+        num_context = context[0][0].shape[2]
+        masks = {kind: attention_mask(anchors, block_size, num_context,
+                                      self.config.sliding_window if kind == SLIDING else None)
+                 for kind in set(self.config.layer_types)}
+        x = embedded.flatten(1, 2)
+        for layer, kind, keys_values in zip(self.layers, self.config.layer_types, context, strict=True):
+            x = layer(x, cos, sin, keys_values, masks[kind], block_size)
+        return self.norm(x).view(num_docs, num_blocks, block_size, hidden)
