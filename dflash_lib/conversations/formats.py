@@ -55,7 +55,10 @@ def parse_conversation(value: Any, where: str, need_assistant: bool = True, defa
         if ids is not None and not (isinstance(ids, list) and ids
                                     and all(type(i) is int and i >= 0 for i in ids)):
             raise ConversationError(f"{at}: token_ids must be a non-empty list of non-negative integers")
-        if ids is not None and message.get("finish_reason") not in FINISH_REASONS:
+        if message.get("finish_reason", "stop") not in FINISH_REASONS:
+            raise ConversationError(f"{at}: finish_reason must be 'stop' or 'length', "
+                                    f"found {message['finish_reason']!r}")
+        if ids is not None and "finish_reason" not in message:
             raise ConversationError(f"{at}: token_ids need finish_reason 'stop' or 'length'")
     if need_assistant and not any(m["role"] == "assistant" for m in value["messages"]):
         raise ConversationError(f"{where}: no assistant turn, so nothing to train on; "

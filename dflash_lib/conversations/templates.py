@@ -102,7 +102,8 @@ def encode_conversation(tokenizer, conversation: Conversation) -> tuple[list[int
 
 def encode_prompt(tokenizer, conversation: Conversation) -> list[int]:
     """Token ids of the conversation so far plus the generation prompt: what the target continues."""
-    closed = Conversation(conversation.id, [*conversation.messages, {"role": "assistant", "content": "", "finish_reason": "length"}])
+    answer = {"role": "assistant", "content": "", "finish_reason": "length"}
+    closed = Conversation(conversation.id, [*conversation.messages, answer])
     segments = segment_conversation(tokenizer, closed)
     last = max(i for i, segment in enumerate(segments) if segment.supervised)
     return tokenize_segments(tokenizer, segments[:last])[0]

@@ -1,0 +1,177 @@
+"""Prepared rows: what is kept, refused and truncated, and that a folder at rest is what was saved."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dflash_lib.conversations.formats import ConversationError, read_conversations
+from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions, prepare
+from dflash_lib.conversations.templates import encode_conversation
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def chat(id, *contents, **extra):
+    roles = ("user", "assistant")
+    return {"id": id, **extra, "messages": [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]}
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+ROWS = [chat("a", "What is rain?", "Water that falls.", kind="facts"),
+        chat("long", "Explain", "a battery is a device " * 20),
+        chat("b", "Hi", "Hello, how do you do?", "Well", "That is good to hear.", "trailing"),
+        chat("short", "Hi", "")]
+OPTIONS = PrepareOptions(max_length=90, min_supervised=4)
+
+
+def test_rows_are_the_encoded_conversations(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", *ROWS)
+    rows = prepare(path, tokenizer, OPTIONS)
+    assert rows.sample_ids == ["a", "b"] and rows.kinds == ["facts", ""] and len(rows) == 2
+    by_id = {c.id: c for c in read_conversations(path)}
+    for i, id in enumerate(rows.sample_ids):
+        ids, mask = encode_conversation(tokenizer, by_id[id])
+        got_ids, got_mask = rows.row(i)
+        assert (got_ids.dtype, got_mask.dtype) == (np.int32, np.uint8)
+        assert got_ids.tolist() == ids and got_mask.tolist() == mask and mask[-1] == 1
+    assert rows.lengths.tolist() == [len(rows.row(0)[0]), len(rows.row(1)[0])] and rows.lengths.dtype == np.int64
+    assert rows.num_tokens == sum(rows.lengths)
+    assert rows.num_supervised == sum(int(rows.row(i)[1].sum()) for i in range(2))
+    with pytest.raises(IndexError, match="row 2 of 2"):
+        rows.row(2)
+
+
+def test_what_is_refused_is_said(tmp_path, tokenizer):
+    rows = prepare(write(tmp_path / "c.jsonl", *ROWS), tokenizer, OPTIONS)
+    assert [entry["id"] for entry in rows.refused] == ["long", "short"]
+    assert rows.refused[0]["reason"].startswith("longer than max_length: ")
+    assert "90 allowed" in rows.refused[0]["reason"]
+    assert rows.refused[1]["reason"] == "too few supervised tokens: 1 in the row, 4 needed"
+    assert rows.refused_by_reason == {"longer than max_length": 1, "too few supervised tokens": 1}
+
+
+def test_a_template_that_rewrites_turns_refuses_the_row_only(tmp_path, tokenizer):
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'].replace('bad', 'good')")
+    try:
+        rows = prepare(write(tmp_path / "c.jsonl", chat("x", "Hi", "a bad answer here"), ROWS[0]), tokenizer, OPTIONS)
+    finally:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    assert rows.sample_ids == ["a"]
+    assert rows.refused[0]["reason"].startswith("template: conversation x, message 1: its content")
+
+
+def test_truncation(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", *ROWS)
+    options = PrepareOptions(max_length=90, min_supervised=4, too_long="truncate")
+    rows = prepare(path, tokenizer, options)
+    assert rows.sample_ids == ["a", "long", "b"] and rows.truncated == ["long"]
+    whole = encode_conversation(tokenizer, next(c for c in read_conversations(path) if c.id == "long"))
+    ids, mask = rows.row(1)
+    assert ids.tolist() == whole[0][:90] and mask.tolist() == whole[1][:90]
+
+
+def test_a_truncated_row_still_ends_with_a_supervised_token(tmp_path, tokenizer):
+    two_turns = chat("two", "Hi", "The answer is here.", "a very long second question, " * 10, "never reached")
+    path = write(tmp_path / "c.jsonl", two_turns)
+    rows = prepare(path, tokenizer, PrepareOptions(max_length=60, min_supervised=1, too_long="truncate"))
+    ids, mask = rows.row(0)
+    assert len(ids) < 60 and mask[-1] == 1
+    assert tokenizer.decode(ids).endswith("The answer is here.<|im_end|>")
+    only_prompt = write(tmp_path / "d.jsonl", chat("x", "a long question, " * 20, "answer"), ROWS[0])
+    rows = prepare(only_prompt, tokenizer, PrepareOptions(max_length=60, min_supervised=1, too_long="truncate"))
+    assert rows.sample_ids == ["a"] and rows.truncated == []
+    assert rows.refused[0]["reason"].startswith("too few supervised tokens: 0")
+
+
+def test_max_samples_counts_rows_that_are_kept(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", ROWS[1], ROWS[0], ROWS[3], ROWS[2])
+    rows = prepare(path, tokenizer, PrepareOptions(max_length=90, min_supervised=4, max_samples=1))
+    assert rows.sample_ids == ["a"] and [entry["id"] for entry in rows.refused] == ["long"]
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ([chat("x", "Hi", "a battery " * 90)], "all 1 conversations were refused.*x: longer than max_length"),
+    ([ROWS[3], ROWS[1]], "all 2 conversations were refused.*short: too few"),
+])
+def test_nothing_left_stops(tmp_path, tokenizer, rows, message):
+    with pytest.raises(ConversationError, match=message):
+        prepare(write(tmp_path / "c.jsonl", *rows), tokenizer, OPTIONS)
+
+
+def test_an_all_zero_mask_stops(tmp_path, tokenizer):
+    """Cut turns without text: nothing in them was generated."""
+    row = {"id": "x", "messages": [{"role": "user", "content": "Hi"},
+                                   {"role": "assistant", "content": "", "finish_reason": "length"}]}
+    with pytest.raises(ConversationError, match="loss mask is zero in every row"):
+        prepare(write(tmp_path / "c.jsonl", row), tokenizer, OPTIONS)
+
+
+def test_broken_files_stop(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", ROWS[0])
+    path.write_text(path.read_text() + '{"id": "x", "mess')
+    with pytest.raises(ValueError, match="line 2: not valid JSON"):
+        prepare(path, tokenizer, OPTIONS)
+    with pytest.raises(ConversationError, match="holds no conversation"):
+        prepare(write(tmp_path / "d.jsonl"), tokenizer, OPTIONS)
+
+
+@pytest.mark.parametrize("options", [
+    {"too_long": "drop"}, {"max_samples": 0}, {"max_length": 1}, {"min_supervised": 0}])
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        PrepareOptions(**options)
+
+
+def test_at_rest(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", *ROWS)
+    rows = prepare(path, tokenizer, OPTIONS)
+    rows.save(tmp_path / "prepared")
+    again = PreparedRows.load(tmp_path / "prepared")
+    assert again.fingerprint == rows.fingerprint == prepare(path, tokenizer, OPTIONS).fingerprint
+    assert again.options == OPTIONS and again.refused == rows.refused and again.sample_ids == rows.sample_ids
+    assert np.array_equal(again.row(1)[0], rows.row(1)[0]) and again.input_ids.dtype == np.int32
+    assert str(tmp_path) not in (tmp_path / "prepared" / "prepared.json").read_text()
+
+
+def test_the_fingerprint_sees_every_change(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", *ROWS)
+    seen = {prepare(path, tokenizer, options).fingerprint
+            for options in (OPTIONS, PrepareOptions(max_length=91, min_supervised=4))}
+    seen.add(prepare(write(tmp_path / "d.jsonl", *ROWS[:3]), tokenizer, OPTIONS).fingerprint)
+    other = make_tokenizer()
+    other.chat_template = CHAT_TEMPLATE + "{# says nothing #}"
+    seen.add(prepare(path, other, OPTIONS).fingerprint)
+    assert len(seen) == 4
+
+
+def test_damaged_folders(tmp_path, tokenizer):
+    rows = prepare(write(tmp_path / "c.jsonl", *ROWS), tokenizer, OPTIONS)
+    folder = tmp_path / "prepared"
+    with pytest.raises(FileNotFoundError, match="Prepare the conversations first"):
+        PreparedRows.load(folder)
+    rows.save(folder)
+    meta = json.loads((folder / "prepared.json").read_text())
+    (folder / "prepared.json").write_text(json.dumps({**meta, "kinds": ["x", "y"]}))
+    with pytest.raises(ValueError, match="do not belong together"):
+        PreparedRows.load(folder)
+    del meta["refused"]
+    (folder / "prepared.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="damaged or of another version.*refused"):
+        PreparedRows.load(folder)
+    rows.save(folder)
+    data = (folder / "rows.safetensors").read_bytes()
+    (folder / "rows.safetensors").write_bytes(data[:-9])
+    with pytest.raises(ValueError, match="damaged"):
+        PreparedRows.load(folder)
+    (folder / "rows.safetensors").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    with pytest.raises(ValueError, match="do not belong together"):
+        PreparedRows.load(folder)
