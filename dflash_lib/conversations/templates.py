@@ -53,6 +53,8 @@ def segment_conversation(tokenizer, conversation: Conversation) -> list[Segment]
         if message["role"] != "assistant":
             continue
         where = f"conversation {conversation.id}, message {i}"
+        if i == 0:
+            raise ConversationError(f"{where}: begins with an assistant turn, so no prompt leads to it")
         prompt = render(tokenizer, messages[:i], add_generation_prompt=True)
         if not whole.startswith(prompt):
             raise ConversationError(f"{where}: the template renders the turns before it differently in the whole "

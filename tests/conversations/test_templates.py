@@ -81,7 +81,7 @@ def check(tokenizer, system, c: Conversation) -> tuple[list[int], list[int]]:
     [("user", ""), ("assistant", ""), ("user", ""), ("assistant", "not empty")],
     [("user", "a"), ("assistant", "")],
     [("user", "a"), ("assistant", "b"), ("assistant", "c")],
-    [("assistant", "speaks first"), ("user", "a"), ("tool", "42"), ("assistant", "b")],
+    [("user", "a"), ("tool", "42"), ("assistant", "b")],
     [("user", "a"), ("assistant", "cut off", "length")],
     [("user", "a"), ("assistant", "cut", "length"), ("user", "go on"), ("assistant", "done", "stop")],
 ], ids=lambda turns: "-".join(t[0][0] for t in turns))
@@ -147,6 +147,7 @@ def test_a_trimming_template_supervises_what_it_renders(tokenizer):
     (CHAT_TEMPLATE.replace("<|im_end|>", "<|other|>"), [("user", "a"), ("assistant", "b")], "end-of-turn token"),
     ("{{ raise_exception('only users here') }}", [("user", "a"), ("assistant", "b")], "refused.*only users here"),
     ("", [("user", "a"), ("assistant", "b")], "no chat template"),
+    (CHAT_TEMPLATE, [("assistant", "b"), ("user", "a")], "message 0: begins with an assistant turn"),
 ])
 def test_templates_that_cannot_be_aligned_are_refused(tokenizer, template, turns, message):
     tokenizer.chat_template = template
