@@ -1,0 +1,24 @@
+"""A worker module for tests/test_launch.py: does what its first argument says."""
+
+import os
+import signal
+import sys
+import time
+
+from dflash_lib.launch import report_progress, run_worker
+
+
+def main() -> None:
+    what, rank = sys.argv[1], int(os.environ["RANK"])
+    report_progress(rank=rank, pid=os.getpid(), parent=os.getppid(), threads=os.environ["OMP_NUM_THREADS"])
+    print(f"plain output of rank {rank}")
+    if what == "fail" and rank == 1:
+        raise ValueError("the disk of rank one is full")
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("sleep", "fail"):
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    run_worker(main)

@@ -1,0 +1,84 @@
+"""launch: progress arrives, a failing rank's error is raised, and nothing outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_lib.launch import LaunchError, run_torchrun
+
+WORKER = "tests.launch_worker"
+ROOT = Path(__file__).parent.parent
+
+
+def wait_until_gone(pids: list[int], seconds: float = 30.0) -> list[int]:
+    """The ids among `pids` that still run after `seconds` (a zombie counts as gone)."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        left = [pid for pid in pids if is_running(pid)]
+        if not left:
+            return []
+        time.sleep(0.1)
+    return left
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_a_failing_ranks_traceback_is_raised_and_the_others_end(tmp_path):
+    pids = []
+    with pytest.raises(LaunchError, match="ValueError: the disk of rank one is full") as caught:
+        run_torchrun(WORKER, ["fail"], 2, tmp_path, threads=1, on_progress=lambda p: pids.append(p["pid"]))
+    assert caught.value.rank == 1 and "in main" in str(caught.value)
+    assert len(pids) == 2 and wait_until_gone(pids) == []
+
+
+def test_a_killed_rank_is_reported_with_the_end_of_the_output(tmp_path):
+    with pytest.raises(LaunchError, match="left no traceback") as caught:
+        run_torchrun(WORKER, ["killed"], 1, tmp_path, threads=1)
+    assert "SIGKILL" in str(caught.value)
+
+
+def test_progress_arrives_output_is_logged_and_nothing_else_is_left(tmp_path):
+    seen = []
+    run_torchrun(WORKER, ["work"], 1, tmp_path, threads=3, on_progress=seen.append)
+    assert [p["rank"] for p in seen] == [0] and seen[0]["threads"] == "3"
+    assert [path.name for path in tmp_path.iterdir()] == ["launch_worker.log"]
+    text = (tmp_path / "launch_worker.log").read_text()
+    assert "plain output of rank 0" in text and "@progress" not in text
+
+
+def test_an_exception_in_the_parent_ends_the_job(tmp_path):
+    pids = []
+
+    def stop(progress):
+        pids.extend([progress["pid"], progress["parent"]])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_torchrun(WORKER, ["sleep"], 1, tmp_path, threads=1, on_progress=stop)
+    assert pids and wait_until_gone(pids) == []
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
+def test_killing_the_parent_leaves_no_orphan(tmp_path, death):
+    script = ("import sys; from dflash_lib.launch import run_torchrun; "
+              f"run_torchrun('{WORKER}', ['sleep'], 1, sys.argv[1], threads=1, "
+              "on_progress=lambda p: print(p['pid'], p['parent'], flush=True))")
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                              cwd=ROOT)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(is_running, pids))
+    os.kill(parent.pid, death)
+    parent.wait()
+    assert wait_until_gone(pids) == []
+    parent.stdout.close()
