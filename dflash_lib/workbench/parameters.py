@@ -1,0 +1,179 @@
+"""Parameters of a run: one flat YAML file drives every notebook, and each notebook declares the keys that it takes.
+
+A notebook declares them in its cell tagged `parameters`, as plain literals with annotations and a trailing comment:
+
+    max_samples: int | None = 450  # conversations to extract; None = all
+
+The file is checked against all declarations before anything runs: papermill itself only warns of a key that no
+notebook knows and goes on without it.
+"""
+
+import ast
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_lib.files import read_json
+
+TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": type(None)}
+RUN_DIR = "run_dir"  # declared by every notebook, set by the pipeline, never in a parameter file
+
+
+class ParameterError(ValueError):
+    """A parameter file or a notebook's parameters cell that cannot be used; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One declaration: its default value, its annotation as written, the comment behind it, the notebook's name."""
+
+    name: str
+    default: Any
+    annotation: str
+    comment: str
+    notebook: str
+
+
+def read_notebook(path: Path) -> dict[str, Any]:
+    """A notebook's JSON. Raises ParameterError when it has no cells."""
+    notebook = read_json(path)
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise ParameterError(f"{path}: not a notebook (no cells)")
+    return notebook
+
+
+def declared_parameters(path: Path) -> dict[str, Parameter]:
+    """What the `parameters` cell of the notebook at `path` declares, by name.
+
+    Raises ParameterError when there is no such cell or more than one, for a line that is not an annotated literal, for
+    a repeated name and when `run_dir` is missing.
+    """
+    cells = [cell for cell in read_notebook(path)["cells"] if "parameters" in cell.get("metadata", {}).get("tags", [])]
+    if len(cells) != 1:
+        raise ParameterError(f"{path}: {len(cells)} cells are tagged `parameters`; exactly one must be")
+    source = cells[0]["source"] if isinstance(cells[0]["source"], str) else "".join(cells[0]["source"])
+    lines = source.splitlines()
+    parameters: dict[str, Parameter] = {}
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError as error:
+        raise ParameterError(f"{path}, parameters cell, line {error.lineno}: {error.msg}") from error
+    for statement in statements:
+        where = f"{path}, parameters cell, line {statement.lineno}"
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value):
+            raise ParameterError(f"{where}: write `name: type = literal  # comment`, found {ast.unparse(statement)!r}")
+        name, annotation = statement.target.id, ast.unparse(statement.annotation)
+        try:
+            value = ast.literal_eval(statement.value)
+        except ValueError as error:
+            raise ParameterError(f"{where}: {name} must be a plain literal") from error
+        if name in parameters:
+            raise ParameterError(f"{where}: {name} is declared twice")
+        tail = lines[statement.end_lineno - 1].encode()[statement.end_col_offset:].decode()
+        parameter = Parameter(name, value, annotation, tail.strip().removeprefix("#").strip(), path.stem)
+        if convert(value, parameter, where) != value:
+            raise ParameterError(f"{where}: {name} is annotated {annotation}, but its value is {value!r}")
+        parameters[name] = parameter
+    if RUN_DIR not in parameters:
+        raise ParameterError(f'{path}: its parameters cell must declare {RUN_DIR}: str = ""')
+    return parameters
+
+
+def all_declarations(notebooks: list[Path]) -> dict[str, dict[str, Parameter]]:
+    """`declared_parameters` of each notebook, by the notebook's name.
+
+    Raises ParameterError when two notebooks annotate one name differently: a name means the same everywhere.
+    """
+    declarations = {path.stem: declared_parameters(path) for path in notebooks}
+    first: dict[str, Parameter] = {}
+    for of_notebook in declarations.values():
+        for parameter in of_notebook.values():
+            other = first.setdefault(parameter.name, parameter)
+            if other.annotation != parameter.annotation:
+                raise ParameterError(f"parameter {parameter.name} is annotated {other.annotation} in {other.notebook} "
+                                     f"and {parameter.annotation} in {parameter.notebook}")
+    return declarations
+
+
+def convert(value: Any, parameter: Parameter, where: str) -> Any:
+    """`value` as the annotation asks for it; an int is accepted for a float, and so is YAML's "3e-3", a string there.
+
+    Raises ParameterError, starting with `where`, for any other type.
+    """
+    names = [name.strip() for name in parameter.annotation.split("|")]
+    kinds = [TYPES.get(name.partition("[")[0]) for name in names]
+    if None in kinds:
+        raise ParameterError(f"{where}: annotation {parameter.annotation!r} is not understood; "
+                             f"use {', '.join(TYPES)} and |")
+    if type(value) in kinds:
+        return value
+    if float in kinds and type(value) in (int, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass  # a word where a number belongs: refused below with the others
+    raise ParameterError(f"{where}: {parameter.name} must be {parameter.annotation}, found {value!r} "
+                         f"({type(value).__name__})")
+
+
+def read_parameters_file(path: Path | str) -> dict[str, Any]:
+    """The flat mapping in a YAML file. Raises FileNotFoundError, and ParameterError for anything but a flat mapping."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such parameter file")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ParameterError(f"{path}: not valid YAML ({error})") from error
+    values = {} if values is None else values
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ParameterError(f"{path}: expected lines `name: value`")
+    return values
+
+
+def resolve_parameters(values: dict[str, Any], declarations: dict[str, dict[str, Parameter]],
+                       where: str) -> dict[str, Any]:
+    """Every declared parameter of the job but `run_dir`: from `values`, else the notebooks' default.
+
+    Raises ParameterError for a key that no notebook declares (naming the nearest), a value of the wrong type, and a
+    key left out whose default differs between notebooks.
+    """
+    known: dict[str, list[Parameter]] = {}
+    for of_notebook in declarations.values():
+        for parameter in of_notebook.values():
+            known.setdefault(parameter.name, []).append(parameter)
+    known.pop(RUN_DIR, None)
+    for key in values:
+        if key == RUN_DIR:
+            raise ParameterError(f"{where}: {RUN_DIR} is set by the pipeline; choose the run with --run-id")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ParameterError(f"{where}: no notebook declares the parameter {key!r}; {hint}")
+    resolved = {}
+    for name, declared in known.items():
+        if name in values:
+            resolved[name] = convert(values[name], declared[0], where)
+            continue
+        for other in declared[1:]:
+            if other.default != declared[0].default:
+                raise ParameterError(
+                    f"{where}: set {name}; its defaults differ: {declared[0].default!r} in {declared[0].notebook}, "
+                    f"{other.default!r} in {other.notebook}")
+        resolved[name] = declared[0].default
+    return resolved
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice: YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"given twice: {', '.join(sorted(twice))}",
+                                                    node.start_mark)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,268 @@
+"""A run is a folder; a notebook opens it, checks things, saves figures and finishes with its results.
+
+    runs/<run_id>/  params.yaml  results/<notebook>.json  notebooks/*.ipynb (as executed)  figures/<notebook>/*.png
+                    report/  stages/ (what a stage was executed with)  and the stages' own products
+
+A notebook works the same in JupyterLab and under the pipeline. Opened by hand its cell wins over the run's params.yaml,
+and every difference is printed and recorded in its results.
+"""
+
+import datetime
+import io
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_lib.files import atomic_path, hash_value, read_json, write_json, write_text
+from dflash_lib.workbench.locks import lock_holder
+from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_parameters_file, resolve_parameters
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
+INPUT_PARAMETERS = ("model", "conversations", "heldout_prompts", "vllm_reference")  # hashed by content, pipeline.py
+BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages")
+OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used as asked; the message says what to do."""
+
+
+class CheckFailed(RuntimeError):
+    """A notebook finished, its results are on disk, and at least one of its checks did not hold."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named comparison: `value op limit`."""
+
+    name: str
+    value: Any
+    op: str
+    limit: Any
+    passed: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.name}: {self.value} {self.op} {self.limit} {'holds' if self.passed else 'does NOT hold'}{note}"
+
+
+class SavedFigure:
+    """A figure on disk that shows itself as the last expression of a cell, in JupyterLab and under papermill."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+    def __repr__(self) -> str:
+        return f"figure {self.path}"
+
+
+class Run:
+    """One notebook's view of a run folder. Made by `open_run`.
+
+    params: the declared parameters as this notebook uses them; differences: those that differ from the run's
+    params.yaml, name -> [the run's value, this notebook's value].
+    """
+
+    def __init__(self, folder: Path, notebook: str, params: dict[str, Any], differences: dict[str, list]):
+        self.folder, self.notebook, self.params, self.differences = folder, notebook, params, differences
+        self.repository = REPOSITORY
+        self.checks: list[Check] = []
+        self.figures: list[dict[str, str]] = []
+        self.began = time.monotonic()
+        self._touched: set[Path] = set()
+        self._read_results: dict[str, str] = {}
+
+    def path(self, *parts: str) -> Path:
+        """A path below the run folder. The pipeline repeats this notebook when what it found there has changed."""
+        path = self.folder.joinpath(*parts)
+        if parts and Path(*parts).parts[0] not in BOOKKEEPING:
+            self._touched.add(path)
+        return path
+
+    def resolve(self, path: str | Path) -> Path:
+        """An absolute path as it is, a relative one from the repository: the working directory does not matter."""
+        resolved = REPOSITORY / Path(path).expanduser()
+        if str(path) not in [str(self.params.get(name)) for name in INPUT_PARAMETERS]:
+            self._touched.add(resolved)
+        return resolved
+
+    def check(self, name: str, value: Any, limit: Any, op: str = "<=", note: str = "") -> bool:
+        """Records whether `value op limit` holds, and returns it. NaN never passes."""
+        if op not in OPERATORS:
+            raise ValueError(f"check {name!r}: op must be one of {', '.join(OPERATORS)}, found {op!r}")
+        if any(check.name == name for check in self.checks):
+            raise ValueError(f"check {name!r}: recorded already; give every check its own name")
+        value, limit = _scalar(value), _scalar(limit)
+        passed = bool(OPERATORS[op](value, limit))
+        self.checks.append(Check(name, to_json(value), op, to_json(limit), passed, note))
+        return passed
+
+    def checks_table(self):
+        """The checks so far as a pandas DataFrame, for display."""
+        import pandas as pd  # here, not above: half a second that most users of this module need not spend
+
+        rows = [[c.name, show(c.value), f"{c.op} {show(c.limit)}", "pass" if c.passed else "FAIL", c.note]
+                for c in self.checks]
+        return pd.DataFrame(rows, columns=["check", "value", "limit", "result", "note"]).set_index("check")
+
+    def figure(self, figure, name: str, caption: str = "") -> SavedFigure:
+        """Saves a matplotlib Figure as figures/<notebook>/<name>.png and returns it, to be a cell's last expression.
+
+        The image is reduced to 256 colours: a third of the size, and no difference that an eye finds in a plot.
+        """
+        from matplotlib import pyplot
+        from PIL import Image
+
+        path = self.folder / "figures" / self.notebook / f"{name}.png"
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=figure.dpi, facecolor="white")
+        pyplot.close(figure)  # a pyplot figure would be shown a second time at the end of the cell
+        with atomic_path(path) as partial:
+            Image.open(buffer).convert("RGB").quantize(256).save(partial, format="png", optimize=True)
+        self.figures = [f for f in self.figures if f["name"] != name] + [{"name": name, "caption": caption}]
+        return SavedFigure(path)
+
+    def results(self, notebook: str) -> dict[str, Any]:
+        """The results of an earlier notebook of this run.
+
+        Raises RunError, naming what to run, when they are missing. Says so when a check of that notebook failed.
+        """
+        record = load_record(self.folder, notebook)
+        if record is None:
+            raise RunError(f"run {self.folder} has no results of {notebook} yet. Run that notebook first: "
+                           f'`python -m dflash_lib run PARAMS --run-id {self.folder.name} --only {notebook}`, or open '
+                           f'it with run_dir = "{self.folder}"')
+        if not record["passed"]:
+            print(f"note: a check of {notebook} failed; its results are used all the same")
+        self._read_results[notebook] = hash_value(record["results"])
+        return record["results"]
+
+    def finish(self, *, question: str, outcome: str, headline_figure: str = "",
+               results: dict[str, Any] | None = None):
+        """Writes results/<notebook>.json, then raises CheckFailed if a check failed.
+
+        question, outcome: one sentence each, for the report. headline_figure: the name of a saved figure. Returns the
+        single numbers and words among `results` as a DataFrame for the last cell.
+        """
+        import pandas as pd
+
+        if headline_figure and headline_figure not in [f["name"] for f in self.figures]:
+            raise ValueError(f"headline_figure {headline_figure!r} was not saved; saved: "
+                             f"{[f['name'] for f in self.figures]}")
+        results = to_json(results or {}, "results")
+        failed = [check for check in self.checks if not check.passed]
+        write_json(self.folder / "results" / f"{self.notebook}.json", {
+            "notebook": self.notebook, "passed": not failed, "question": question, "outcome": outcome,
+            "headline_figure": headline_figure, "figures": self.figures, "checks": [asdict(c) for c in self.checks],
+            "results": results, "parameters": self.params, "differences": self.differences,
+            "seconds": round(time.monotonic() - self.began, 2),
+            "finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "read_results": self._read_results,
+            "files": {str(path): file_signature(path) for path in sorted(self._touched)},
+        })
+        if failed:
+            raise CheckFailed(f"{self.notebook}: {len(failed)} of {len(self.checks)} checks failed: "
+                              + "; ".join(map(str, failed)))
+        rows = {name: show(value) for name, value in results.items() if not isinstance(value, dict | list)}
+        return pd.DataFrame({"value": rows.values()}, index=pd.Index(rows.keys(), name=self.notebook))
+
+
+def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) -> Run:
+    """Opens the run of a notebook; every declared parameter is passed by keyword.
+
+    run_dir: the run folder (relative: from the repository); "" starts a new run of notebooks/params/demo.yaml. Raises
+    RunError for a folder that is not a run and while the pipeline works on that run.
+    """
+    if run_dir:
+        folder = REPOSITORY / Path(run_dir).expanduser()
+    else:
+        folder = REPOSITORY / "runs" / f"demo-by-hand-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if not (folder / "params.yaml").is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise RunError(f"{folder}: no params.yaml, so this is not a run folder")
+        _start_demo_run(folder)
+    holder = lock_holder(folder)
+    if holder is not None and str(holder) != os.environ.get(PIPELINE_PID):
+        raise RunError(f"{folder}: the pipeline (process {holder}) is working on this run; wait for it, or stop it")
+    wanted = read_parameters_file(folder / "params.yaml")
+    parameters = to_json(parameters, "parameters")
+    differences = {name: [wanted.get(name, "(not set)"), value] for name, value in parameters.items()
+                   if name not in wanted or wanted[name] != value}
+    print(f"run folder: {folder}")
+    for name, (theirs, ours) in differences.items():
+        print(f"note: {name} = {ours!r} here, {theirs!r} in the run's params.yaml; this notebook's value is used")
+    return Run(folder, __notebook_name__, parameters, differences)
+
+
+def notebook_paths(folder: Path | str = REPOSITORY / "notebooks") -> list[Path]:
+    """The pipeline's notebooks in order: `NN_name.ipynb`. Raises RunError when there are none."""
+    paths = sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))
+    if not paths:
+        raise RunError(f"{folder}: no notebooks named NN_name.ipynb here; run from a checkout of the repository, "
+                       "installed with `pip install -e .`")
+    return paths
+
+
+def write_params(folder: Path, params: dict[str, Any]) -> None:
+    """Writes the run's params.yaml: every parameter of the job."""
+    write_text(folder / "params.yaml", yaml.safe_dump(params, sort_keys=False, allow_unicode=True))
+
+
+def load_record(folder: Path, notebook: str) -> dict[str, Any] | None:
+    """What a notebook's `finish` wrote, or None."""
+    path = folder / "results" / f"{notebook}.json"
+    return read_json(path) if path.is_file() else None
+
+
+def file_signature(path: Path) -> dict[str, list[int]]:
+    """Size in bytes and modification time in ns of the file `path`, or of each file below the folder `path`."""
+    files = [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else []
+    return {str(file.relative_to(path)): [(s := file.stat()).st_size, s.st_mtime_ns] for file in files}
+
+
+def to_json(value: Any, where: str = "value") -> Any:
+    """`value` in JSON's own types: arrays as lists, paths as text, NaN and infinities as "nan", "inf", "-inf".
+
+    Raises TypeError, naming the place, for anything else.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): to_json(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays, tensors
+        return to_json(value.tolist(), where)
+    raise TypeError(f"{where}: {type(value).__name__} cannot be written as JSON; pass numbers, text, lists and dicts")
+
+
+def show(value: Any) -> str:
+    """A value for a table: numbers short, the rest as text."""
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
+def _scalar(value: Any) -> Any:
+    """NumPy scalars and one-element tensors as Python numbers, so that comparing gives one bool."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _start_demo_run(folder: Path) -> None:
+    demo = REPOSITORY / "notebooks" / "params" / "demo.yaml"
+    params = resolve_parameters(read_parameters_file(demo), all_declarations(notebook_paths()), str(demo))
+    assert RUN_DIR not in params
+    folder.mkdir(parents=True, exist_ok=True)
+    write_params(folder, params)
