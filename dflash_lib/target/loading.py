@@ -124,6 +124,22 @@ def weights_hash(files: list[Path]) -> str:
     return hash_value([[file.name, hash_file(file)] for file in files])
 
 
+def target_identity(path: Path | str, dtype: torch.dtype | str = torch.float32) -> dict[str, str]:
+    """What a store records of a target, without loading its weights: name, hashes, dtype, Transformers' version.
+
+    Reads every weight file once to hash it. Raises TargetError as `load_target` does for an incomplete folder.
+    """
+    import transformers
+
+    path = Path(path)
+    read_config(path)
+    return {
+        "name": path.name, "weights": weights_hash(weight_files(path)), "config": hash_file(path / "config.json"),
+        "tokenizer": tokenizer_hash(load_tokenizer(path)), "dtype": str(dtype).removeprefix("torch."),
+        "transformers": transformers.__version__,
+    }
+
+
 def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu",
                 attn_implementation: str = "sdpa") -> Target:
     """Loads a causal language model, frozen and in eval mode, with its tokenizer.
@@ -133,8 +149,6 @@ def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, devi
     or tokenizer, for damaged weight files, for weights that the checkpoint lacks (Transformers would initialise them
     at random), and for a device that is not there.
     """
-    import transformers
-
     path = Path(path)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -149,9 +163,4 @@ def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, devi
     if bad:
         raise TargetError(f"{path}: the weights do not fit the configuration; what is missing would be random: {bad}")
     model.eval().requires_grad_(False).to(device)
-    identity = {
-        "name": path.name, "weights": weights_hash(files), "config": hash_file(path / "config.json"),
-        "tokenizer": tokenizer_hash(tokenizer), "dtype": str(dtype).removeprefix("torch."),
-        "transformers": transformers.__version__,
-    }
-    return Target(path, model, tokenizer, identity)
+    return Target(path, model, tokenizer, target_identity(path, dtype))
