@@ -1,0 +1,33 @@
+# make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (about 20 minutes)
+# make test        the suite of every change
+# make test-full   the slow proofs only
+# make test-serving  the exported demo drafter in vLLM's CPU build (needs SERVING_PYTHON, see README.md)
+# make clean       removes the environment; runs, models and states stay
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.installed
+PARAMS ?= notebooks/params/demo.yaml
+
+.PHONY: venv demo test test-full test-serving clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m dflash_lib fetch-demo-model
+	$(BIN)/python -m dflash_lib run $(PARAMS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf .venv

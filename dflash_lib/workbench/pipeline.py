@@ -1,0 +1,286 @@
+"""Executes the notebooks of a run in order through papermill, each only when something that it depends on changed.
+
+A stage (one notebook) is current when its last execution passed and nothing of this changed since: its declared
+parameters, the content of the files that they name, the notebook's source, the package's source, the results that it
+read from earlier notebooks, and the files that it used or made in the run. A code change re-executes a notebook; stores
+and checkpoints are kept or discarded by their own plan and configuration only.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import nbformat
+
+from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
+from dflash_lib.workbench.locks import run_lock
+from dflash_lib.workbench.parameters import (
+    RUN_DIR,
+    Parameter,
+    all_declarations,
+    read_notebook,
+    read_parameters_file,
+    resolve_parameters,
+)
+from dflash_lib.workbench.runs import (
+    INPUT_PARAMETERS,
+    PIPELINE_PID,
+    REPOSITORY,
+    RunError,
+    file_signature,
+    load_record,
+    notebook_paths,
+    write_params,
+)
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """run_id: None = the parameter file's name, so that a second call continues the first's run. start: first notebook
+    to look at; only: the one notebook to look at; force: execute even what is current."""
+
+    params_file: Path
+    run_id: str | None = None
+    start: str | None = None
+    only: str | None = None
+    force: bool = False
+    notebooks_dir: Path = REPOSITORY / "notebooks"
+    runs_dir: Path = REPOSITORY / "runs"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What happened to one notebook: state is "passed", "current" (skipped), "failed" or "not run"."""
+
+    notebook: str
+    state: str
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class PipelineResult:
+    """The run folder, its stages in order, and what stopped the run ("" when nothing did)."""
+
+    folder: Path
+    stages: list[Stage] = field(default_factory=list)
+    error: str = ""
+
+
+def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> PipelineResult:
+    """Runs the job and returns what happened; a failing notebook ends it and is in the result, not raised.
+
+    Raises ValueError (ParameterError, RunError, RunLocked) and FileNotFoundError, before anything is executed, for what
+    the user can put right, and KeyboardInterrupt on Ctrl-C or SIGTERM, with the kernel and its jobs stopped.
+    """
+    stream = stream or sys.stdout
+    notebooks = notebook_paths(options.notebooks_dir)
+    chosen = _choose(notebooks, options)
+    declarations = all_declarations(notebooks)
+    params = resolve_parameters(read_parameters_file(options.params_file), declarations, str(options.params_file))
+    for name in INPUT_PARAMETERS:
+        if params.get(name) and not (REPOSITORY / Path(params[name]).expanduser()).exists():
+            raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
+                                    + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
+    result = PipelineResult(options.runs_dir / (options.run_id or Path(options.params_file).stem))
+    result.folder.mkdir(parents=True, exist_ok=True)
+    with run_lock(result.folder), _sigterm_interrupts():
+        write_params(result.folder, params)
+        for notebook in notebooks:
+            if notebook not in chosen or result.error:
+                result.stages.append(Stage(notebook.stem, "not run"))
+                continue
+            declared = declarations[notebook.stem]
+            stage, result.error = _run_stage(notebook, declared, params, result.folder, options.force, stream)
+            result.stages.append(stage)
+    return result
+
+
+def _choose(notebooks: list[Path], options: PipelineOptions) -> list[Path]:
+    names = [notebook.stem for notebook in notebooks]
+    for option, name in (("--from", options.start), ("--only", options.only)):
+        if name is not None and name not in names:
+            raise RunError(f"{option} {name}: no such notebook; there are: {', '.join(names)}")
+    if options.only and options.start:
+        raise RunError("--from and --only exclude each other")
+    if options.only:
+        return [notebooks[names.index(options.only)]]
+    return notebooks[names.index(options.start):] if options.start else notebooks
+
+
+def _run_stage(notebook: Path, declared: dict[str, Parameter], params: dict[str, Any], folder: Path, force: bool,
+               stream: TextIO) -> tuple[Stage, str]:
+    """Executes one notebook unless it is current. Returns the stage and, when it failed, what to tell the user."""
+    name = notebook.stem
+    key = stage_key(notebook, {key: params[key] for key in declared if key != RUN_DIR}, folder)
+    reason = "forced" if force else why_stale(folder, name, key)
+    if not reason:
+        _say(stream, f"{name}: current, not repeated (--force repeats it)")
+        return Stage(name, "current"), ""
+    _say(stream, f"{name}: running ({reason})")
+    began = time.monotonic()
+    record_file = folder / "results" / f"{name}.json"
+    for old in (record_file, folder / "stages" / f"{name}.json"):
+        old.unlink(missing_ok=True)  # nothing of an earlier execution passes for this one's
+    values = {**{key: params[key] for key in declared if key != RUN_DIR}, RUN_DIR: str(folder.resolve())}
+    error = execute_notebook(notebook, folder / "notebooks" / notebook.name, values, stream)
+    seconds = time.monotonic() - began
+    record = load_record(folder, name)
+    if record is not None and not record["passed"]:
+        failed = [c for c in record["checks"] if not c["passed"]]
+        error = "\n".join([f"{name}: {len(failed)} of {len(record['checks'])} checks failed", *[
+            f"  {c['name']}: measured {c['value']}, must be {c['op']} {c['limit']}"
+            + (f" ({c['note']})" if c["note"] else "") for c in failed]])
+    elif not error and record is None:
+        error = f"{name}: ended without run.finish(...), so it has no results; call it in the last cell"
+    if error:
+        error += f"\nThe notebook as executed: {folder / 'notebooks' / notebook.name}"
+        return Stage(name, "failed", reason, seconds), error
+    write_json(folder / "stages" / f"{name}.json", {**key, "results_file": hash_file(record_file)})
+    _say(stream, f"{name}: passed, {len(record['checks'])} checks, {seconds:.0f} s")
+    return Stage(name, "passed", reason, seconds), ""
+
+
+def stage_key(notebook: Path, params: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What decides, apart from the run's own files, whether a stage is current. Hashes of big inputs are remembered
+    by size and modification time in stages/hashes.json."""
+    cells = [[cell["cell_type"], "".join(cell["source"])] for cell in read_notebook(notebook)["cells"]]
+    inputs = {}
+    memory_file = folder / "stages" / "hashes.json"
+    memory = read_json(memory_file) if memory_file.is_file() else {}
+    for name in INPUT_PARAMETERS:
+        if isinstance(params.get(name), str) and params[name]:
+            path = REPOSITORY / Path(params[name]).expanduser()
+            signature = file_signature(path)
+            known = memory.get(str(path))
+            if known is None or known["signature"] != signature:
+                known = {"signature": signature, "sha256": hash_value(
+                    [[file, hash_file(path / file)] for file in sorted(signature)])}
+                memory[str(path)] = known
+            inputs[name] = known["sha256"]
+    write_json(memory_file, memory)
+    return {"parameters": params, "inputs": inputs, "notebook": hash_value(cells), "package": hash_tree(PACKAGE)}
+
+
+def why_stale(folder: Path, name: str, key: dict[str, Any]) -> str:
+    """Why the stage has to be executed, or "" when it is current."""
+    stage_file = folder / "stages" / f"{name}.json"
+    record = load_record(folder, name)
+    if record is None or not stage_file.is_file():
+        return "not finished before"
+    stage = read_json(stage_file)
+    if stage["results_file"] != hash_file(folder / "results" / f"{name}.json"):
+        return "its results were written by hand since"
+    for what, now in key.items():
+        before = stage[what]
+        if before == now:
+            continue
+        if isinstance(now, dict):
+            changed = [k for k in {**before, **now} if before.get(k, ...) != now.get(k, ...)]
+            return f"changed {what}: {', '.join(changed)}"
+        return f"the {what}'s source changed"
+    for other, before in record["read_results"].items():
+        theirs = load_record(folder, other)
+        if theirs is None or hash_value(theirs["results"]) != before:
+            return f"the results of {other} changed"
+    for path, before in record["files"].items():
+        now = file_signature(Path(path))
+        if any(now.get(file) != signature for file, signature in before.items()):
+            return f"{path} changed"
+    return ""
+
+
+def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: TextIO) -> str:
+    """Executes `notebook` with papermill into `out`, which is there afterwards even when a cell failed.
+
+    Returns "" or what went wrong: the failing cell's error, or that the kernel died.
+    """
+    import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
+    from nbclient.exceptions import DeadKernelError
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _kernel_environment():
+            papermill.execute_notebook(
+                notebook, out, values, kernel_name="python3", language="python", cwd=REPOSITORY, progress_bar=False,
+                extra_arguments=["--IPKernelApp.log_level=50"],  # else it warns of its TCP transport on every start
+                stdout_file=_Indented(stream), stderr_file=_Indented(stream))
+    except papermill.PapermillExecutionError as error:
+        return f"{notebook.stem}: cell {error.cell_index} raised {error.ename}: {error.evalue}"
+    except (DeadKernelError, RuntimeError) as error:  # nbclient raises RuntimeError for a kernel that never answered
+        _keep_whole(out)
+        return (f"{notebook.stem}: its kernel died ({error}). Most often it ran out of memory: look at `dmesg`, and "
+                "lower token_budget or batch_samples. Running again continues from here.")
+    except NoSuchKernel as error:
+        return f"{notebook.stem}: no Jupyter kernel {error.name!r}; install ipykernel into this environment"
+    return ""
+
+
+def _keep_whole(out: Path) -> None:
+    """papermill saves after every cell; a kernel that died before the first one leaves no file to look at."""
+    if not out.is_file():
+        nbformat.write(nbformat.v4.new_notebook(), out)
+
+
+class _Indented:
+    """Passes a kernel's output on, two spaces in; a live bar's redrawing is left to JupyterLab."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.at_start = stream, True
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines(keepends=True):
+            self.stream.write(f"  {line}" if self.at_start else line)
+            self.at_start = line.endswith("\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def _say(stream: TextIO, text: str) -> None:
+    stream.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    stream.flush()
+
+
+@contextmanager
+def _kernel_environment() -> Iterator[None]:
+    """What the kernels inherit: this package first on the path, this environment's kernel, and who started them."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    values = {PIPELINE_PID: str(os.getpid()), "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Makes SIGTERM end the run as Ctrl-C does, kernel and all. Outside the main thread nothing is changed."""
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before: Callable | int | None = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,100 @@
+import pytest
+
+from dflash_lib.workbench.parameters import (
+    ParameterError,
+    all_declarations,
+    declared_parameters,
+    read_parameters_file,
+    resolve_parameters,
+)
+from tests.workbench.fake_notebooks import write_notebook
+
+
+def declare(folder, lines, name="01_a"):
+    return declared_parameters(write_notebook(folder, name, lines))
+
+
+def test_declarations_are_read_with_type_default_and_comment(tmp_path):
+    found = declare(tmp_path, 'steps: int = 400  # optimizer steps\nids: list[int] | None = None  # null = the rule\n'
+                              'rate: float = -3e-3\nname: str = "a # b"  # with a hash\n')
+    assert list(found) == ["run_dir", "steps", "ids", "rate", "name"]
+    assert (found["steps"].default, found["steps"].annotation, found["steps"].comment) == (400, "int", "optimizer steps")
+    assert found["ids"].default is None and found["rate"].default == -0.003 and found["rate"].comment == ""
+    assert (found["name"].default, found["name"].comment) == ("a # b", "with a hash")
+
+
+@pytest.mark.parametrize(("lines", "message"), [
+    ("steps = 3\n", "line 2: write `name: type = literal"),
+    ("steps: int\n", "write `name: type"),
+    ("steps: int = 2 * 3\n", "plain literal"),
+    ("def f(): pass\n", "write `name: type"),
+    ("steps: int = 3\nsteps: int = 4\n", "declared twice"),
+    ("steps: int = 'three'\n", "steps must be int"),
+    ("steps: Steps = 3\n", "annotation 'Steps' is not understood"),
+    ("steps: int = (\n", "line 2"),
+])
+def test_a_bad_parameters_cell_is_refused_with_its_line(tmp_path, lines, message):
+    with pytest.raises(ParameterError, match="01_a.ipynb") as caught:
+        declare(tmp_path, lines)
+    assert message in str(caught.value)
+
+
+def test_a_notebook_without_parameters_cell_or_run_dir_is_refused(tmp_path):
+    path = write_notebook(tmp_path, "01_a", "")
+    path.write_text(path.read_text().replace('"parameters"', '"others"'))
+    with pytest.raises(ParameterError, match="0 cells are tagged"):
+        declared_parameters(path)
+    path = write_notebook(tmp_path, "01_a", "")
+    path.write_text(path.read_text().replace("run_dir: str", "folder: str"))
+    with pytest.raises(ParameterError, match="must declare run_dir"):
+        declared_parameters(path)
+
+
+def test_one_name_cannot_have_two_types(tmp_path):
+    notebooks = [write_notebook(tmp_path, "01_a", "steps: int = 3\n"), write_notebook(tmp_path, "02_b", "steps: str = ''\n")]
+    with pytest.raises(ParameterError, match="steps is annotated int in 01_a and str in 02_b"):
+        all_declarations(notebooks)
+
+
+@pytest.fixture
+def declarations(tmp_path):
+    return all_declarations([
+        write_notebook(tmp_path, "01_a", "learning_rate: float = 1e-3\nseed: int = 0\nids: list | None = None\n"),
+        write_notebook(tmp_path, "02_b", "block_size: int = 8\nseed: int = 1\n")])
+
+
+def test_a_misspelled_key_is_refused_with_the_nearest_known(declarations):
+    with pytest.raises(ParameterError, match="job.yaml: no notebook declares the parameter 'blok_size'; did you mean "
+                                             "'block_size'"):
+        resolve_parameters({"blok_size": 8, "seed": 0}, declarations, "job.yaml")
+    with pytest.raises(ParameterError, match="known: block_size, ids, learning_rate, seed"):
+        resolve_parameters({"zzz": 8, "seed": 0}, declarations, "job.yaml")
+    with pytest.raises(ParameterError, match="--run-id"):
+        resolve_parameters({"run_dir": "x"}, declarations, "job.yaml")
+
+
+def test_types_are_checked_and_yaml_floats_understood(declarations):
+    resolved = resolve_parameters({"learning_rate": "3e-3", "seed": 5, "ids": [1, 2]}, declarations, "job.yaml")
+    assert resolved == {"learning_rate": 0.003, "seed": 5, "ids": [1, 2], "block_size": 8}
+    assert resolve_parameters({"learning_rate": 1, "seed": 5}, declarations, "")["learning_rate"] == 1.0
+    for bad in ({"seed": "5"}, {"seed": True}, {"seed": 5.0}, {"learning_rate": "fast"}, {"ids": 3}):
+        with pytest.raises(ParameterError, match="must be"):
+            resolve_parameters({"seed": 5, **bad}, declarations, "job.yaml")
+
+
+def test_a_key_left_out_needs_one_default(declarations):
+    with pytest.raises(ParameterError, match="set seed; its defaults differ: 0 in 01_a, 1 in 02_b"):
+        resolve_parameters({}, declarations, "job.yaml")
+
+
+def test_parameter_files_that_are_not_flat_mappings_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such parameter file"):
+        read_parameters_file(tmp_path / "none.yaml")
+    path = tmp_path / "job.yaml"
+    for text, message in (("- a\n- b\n", "expected lines"), ("a: [1\n", "not valid YAML"), ("1: 2\n", "expected lines"),
+                          ("a: 1\nb: 2\na: 3\n", "given twice: a"), ("a: !!python/object:os.system x\n", "not valid")):
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=message):
+            read_parameters_file(path)
+    path.write_text("# nothing\n")
+    assert read_parameters_file(path) == {}
