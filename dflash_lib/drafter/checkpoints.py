@@ -1,0 +1,72 @@
+"""Training checkpoints: whole folders, the newest used, old ones pruned.
+
+A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, AdamW moments) and `state.json`
+(step, best validation, options). It is written as a hidden folder beside its place and renamed when everything in it
+is on disk, so a kill leaves the older checkpoint untouched.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dflash_lib.files import fsync_folder, publish, read_json, write_json
+
+NUM_KEPT = 2
+
+
+def state_tensors(network: nn.Module, averaged: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor that training carries from step to step, under names that say what it is."""
+    tensors = {f"weight.{name}": p.detach() for name, p in network.named_parameters()}
+    tensors |= {f"averaged.{name}": tensor for name, tensor in averaged.items()}
+    for name, p in network.named_parameters():
+        for key, value in optimizer.state[p].items():
+            tensors[f"adamw.{key}.{name}"] = value
+    return {key: value.contiguous() for key, value in tensors.items()}
+
+
+def restore_tensors(tensors: dict[str, Tensor], network: nn.Module, averaged: dict[str, Tensor],
+                    optimizer: torch.optim.Optimizer) -> None:
+    """The reverse of `state_tensors`. Raises KeyError for a tensor that is missing."""
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            p.copy_(tensors[f"weight.{name}"])
+        for name, tensor in averaged.items():
+            tensor.copy_(tensors[f"averaged.{name}"])
+    for name, p in network.named_parameters():
+        optimizer.state[p] = {key: tensors[f"adamw.{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Path:
+    """Writes `folder/step-.../`, prunes all but the newest `NUM_KEPT`, returns the new path."""
+    final = folder / f"step-{step:08d}"
+    partial = folder / f".step-{step:08d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(tensors, partial / ".state.safetensors")
+    publish(partial / ".state.safetensors", partial / "state.safetensors")
+    write_json(partial / "state.json", {"step": step, **meta})
+    if final.exists():  # the same step again after a resume: the older one has nothing that the new one lacks
+        shutil.rmtree(final)
+    os.rename(partial, final)
+    fsync_folder(folder)
+    for old in list_checkpoints(folder)[:-NUM_KEPT]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(folder.glob("step-*")) if folder.is_dir() else []
+
+
+def load_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Tensors and meta of the newest whole checkpoint, None when there is none."""
+    found = list_checkpoints(folder)
+    if not found:
+        return None
+    return load_file(found[-1] / "state.safetensors"), read_json(found[-1] / "state.json")

@@ -1,0 +1,125 @@
+"""Training batches out of a hidden-state store.
+
+Which samples and anchors form step n is a pure function of (seed, n), so that a resumed run needs no saved sampler:
+epochs are seeded permutations of the training samples, and anchors are drawn anew each epoch, a document at a time.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_lib.drafter.blocks import anchor_candidates, build_blocks, sample_anchors
+from dflash_lib.hidden_states.store import HiddenStateStore
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B documents padded on the right to T tokens and A anchors.
+
+    aux_hidden_states float32 [B, T, L, H]; last_hidden_state_prenorm float32 [B, T, H] or None; positions int64 [B, T];
+    anchors int64 [B, A]; input_ids, labels int64 and weights float32 [B, A, S]; a padded anchor has weights 0.
+    """
+
+    sample_indices: tuple[int, ...]
+    aux_hidden_states: Tensor
+    last_hidden_state_prenorm: Tensor | None
+    positions: Tensor
+    anchors: Tensor
+    input_ids: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """Sample indices of a store, apart: `train` and `validation`."""
+
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+
+
+def seeded_generator(*keys: int) -> torch.Generator:
+    """A generator whose stream is a function of `keys` alone, on any Python and machine."""
+    digest = hashlib.sha256(repr(keys).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def split_samples(store: HiddenStateStore, num_validation: int, seed: int) -> Split:
+    """Sets aside `num_validation` samples at random; samples without any anchor are in neither part.
+
+    Raises ValueError when nothing is left to train on.
+    """
+    usable = [i for i in store.sample_indices if len(anchor_candidates(store.read(i, states=False).loss_mask))]
+    if len(usable) <= num_validation:
+        raise ValueError(f"{len(usable)} samples with supervised tokens cannot be split into {num_validation} for "
+                         "validation and the rest for training; lower validation_samples or extract more")
+    order = torch.randperm(len(usable), generator=seeded_generator(seed)).tolist()
+    chosen = {usable[i] for i in order[:num_validation]}
+    return Split(tuple(i for i in usable if i not in chosen), tuple(sorted(chosen)))
+
+
+def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int | None, always: Sequence[int]) -> Tensor:
+    """Target ids (int64, ascending) of the reduced head: the `size` most frequent supervised tokens of `samples` and
+    the ids in `always` (end of turn). Fewer when the text has fewer."""
+    counts: dict[int, int] = dict.fromkeys(always, 2**62)
+    for i in samples:
+        sample = store.read(i, states=False)
+        for token in sample.input_ids[sample.loss_mask.bool()].tolist():
+            counts[token] = counts.get(token, 0) + 1
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    return torch.tensor(sorted(frequent), dtype=torch.int64)
+
+
+class TrainingData:
+    """Batches of a store for a drafter: block_size, mask token and gamma fixed, chosen by step."""
+
+    def __init__(self, store: HiddenStateStore, samples: Sequence[int], *, batch_samples: int, anchors_per_sample: int,
+                 block_size: int, mask_token_id: int, gamma: float, need_last: bool, seed: int):
+        self.store, self.samples, self.seed = store, list(samples), seed
+        self.batch_samples = min(batch_samples, len(self.samples))
+        self.anchors_per_sample, self.block_size = anchors_per_sample, block_size
+        self.mask_token_id, self.gamma, self.need_last = mask_token_id, gamma, need_last
+
+    def epoch_order(self, epoch: int) -> list[int]:
+        """The training samples in this epoch's order."""
+        generator = seeded_generator(self.seed, epoch)
+        return [self.samples[i] for i in torch.randperm(len(self.samples), generator=generator).tolist()]
+
+    def batch(self, index: int) -> Batch:
+        """Batch number `index` of the endless stream of epochs; it may span two epochs."""
+        first, chosen = index * self.batch_samples, []
+        for position in range(first, first + self.batch_samples):
+            epoch, offset = divmod(position, len(self.samples))
+            chosen.append((epoch, self.epoch_order(epoch)[offset]))
+        return self.collate(chosen)
+
+    def collate(self, chosen: Sequence[tuple[int, int]]) -> Batch:
+        """The batch of (epoch, sample index) pairs; the epoch decides the anchors."""
+        rows = []
+        for epoch, sample_index in chosen:
+            sample = self.store.read(sample_index)
+            anchors = sample_anchors(sample.loss_mask, self.anchors_per_sample,
+                                     seeded_generator(self.seed, epoch, sample_index))
+            rows.append((sample, anchors, build_blocks(sample.input_ids, sample.loss_mask, anchors, self.block_size,
+                                                       self.mask_token_id, self.gamma)))
+        num_tokens = max(len(sample.input_ids) for sample, _, _ in rows)
+        num_anchors = max(len(anchors) for _, anchors, _ in rows)
+        num_docs, (_, num_layers, hidden) = len(rows), rows[0][0].aux_hidden_states.shape
+        aux = torch.zeros(num_docs, num_tokens, num_layers, hidden)
+        last = torch.zeros(num_docs, num_tokens, hidden) if self.need_last else None
+        all_anchors = torch.zeros(num_docs, num_anchors, dtype=torch.int64)
+        input_ids = torch.full((num_docs, num_anchors, self.block_size), self.mask_token_id)
+        labels, weights = torch.zeros_like(input_ids), torch.zeros(num_docs, num_anchors, self.block_size)
+        for row, (sample, anchors, blocks) in enumerate(rows):
+            aux[row, :len(sample.input_ids)] = sample.aux_hidden_states.float()
+            if last is not None:
+                last[row, :len(sample.input_ids)] = sample.last_hidden_state_prenorm.float()
+            all_anchors[row, :len(anchors)] = anchors
+            input_ids[row, :len(anchors)] = blocks.input_ids
+            labels[row, :len(anchors)] = blocks.labels
+            weights[row, :len(anchors)] = blocks.weights
+        return Batch(tuple(index for _, index in chosen), aux, last, torch.arange(num_tokens).expand(num_docs, -1),
+                     all_anchors, input_ids, labels, weights)

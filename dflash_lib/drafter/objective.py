@@ -1,0 +1,142 @@
+"""Forward pass and loss of one batch, and acceptance as decoding would count it.
+
+Only supervised slots reach the head, and with a reduced draft vocabulary only its rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_lib.drafter.blocks import anchor_candidates, build_blocks
+from dflash_lib.drafter.dataset import Batch
+from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl
+from dflash_lib.drafter.network import DFlashDrafter
+from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The frozen parts of the target that a drafter uses: embedding module, final norm module, head rows [V', H] (all
+    or those of the draft vocabulary) and `draft_vocab` int64 [V'] (None = all)."""
+
+    embedding: nn.Module
+    final_norm: nn.Module
+    head: Tensor
+    draft_vocab: Tensor | None
+
+    def draft_ids(self, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the reduced head for target ids, and bool whether each is in it (row 0 where not)."""
+        if self.draft_vocab is None:
+            return target_ids, torch.ones_like(target_ids, dtype=torch.bool)
+        rows = torch.searchsorted(self.draft_vocab, target_ids).clamp(max=len(self.draft_vocab) - 1)
+        known = self.draft_vocab[rows] == target_ids
+        return torch.where(known, rows, 0), known
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of head rows."""
+        return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """loss_sum: weighted loss, to be divided by weight_sum; slot_hits and slot_counts float32 [S]: supervised slots
+    whose argmax is the label, and how many there were."""
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    slot_hits: Tensor
+    slot_counts: Tensor
+
+
+def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight: float) -> LossParts:
+    """(1 - kl_weight) * cross-entropy on the data + kl_weight * KL to the target's distribution, over the head's rows.
+
+    Labels outside the draft vocabulary carry no loss but count as missed. The target's distribution for position p is
+    head(norm(last state at p - 1)), restricted to the same rows.
+    """
+    context = network.context(batch.aux_hidden_states, batch.positions)
+    hidden = network(ends.embedding(batch.input_ids), batch.anchors, context)
+    supervised = batch.weights > 0
+    doc, block, slot = torch.nonzero(supervised, as_tuple=True)
+    labels, known = ends.draft_ids(batch.labels[supervised])
+    weights = batch.weights[supervised] * known
+    logits = F.linear(hidden[supervised], ends.head)
+    loss = logits.new_zeros(())
+    if kl_weight < 1:
+        loss = loss + (1 - kl_weight) * weighted_cross_entropy(logits, labels, weights)
+    if kl_weight > 0:
+        if batch.last_hidden_state_prenorm is None:
+            raise ValueError("a KL loss needs last_hidden_state_prenorm, which this store does not hold")
+        with torch.no_grad():
+            target_logits = F.linear(ends.final_norm(batch.last_hidden_state_prenorm), ends.head)
+        position = batch.anchors[doc, block] + slot - 1
+        loss = loss + kl_weight * weighted_kl(logits, target_logits[doc, position], weights)
+    with torch.no_grad():
+        hits = (logits.argmax(dim=-1) == labels) & known
+        counts = torch.zeros(batch.weights.shape[-1])
+        slot_hits = counts.index_add(0, slot, hits.float())
+        slot_counts = counts.index_add(0, slot, torch.ones_like(slot, dtype=torch.float32))
+    return LossParts(loss, weights.sum(), slot_hits, slot_counts)
+
+
+@torch.no_grad()
+def propose_everywhere(network: DFlashDrafter, ends: TargetEnds, sample: StoredSample, anchors: Tensor,
+                       chunk: int = 256) -> Tensor:
+    """The drafter's tokens (target ids, int64 [A, S - 1]) for every anchor of one document."""
+    config = network.config
+    aux = sample.aux_hidden_states.float()[None]
+    context = network.context(aux, torch.arange(aux.shape[1])[None])
+    drafted = []
+    for part in anchors.split(chunk):
+        blocks = build_blocks(sample.input_ids, sample.loss_mask, part, config.block_size, config.mask_token_id, 1.0)
+        hidden = network(ends.embedding(blocks.input_ids)[None], part[None], context)[0, :, 1:]
+        drafted.append(ends.target_ids(F.linear(hidden, ends.head).argmax(dim=-1)))
+    return torch.cat(drafted)
+
+
+def walk(input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, drafted: Tensor) -> list[int]:
+    """Accepted draft tokens of each verify step when an answer is walked as greedy decoding would.
+
+    From an anchor the leading drafted tokens that equal the data are accepted, the next token comes from the target
+    (the bonus) and is the next anchor. A step's acceptance length is 1 + accepted.
+    """
+    by_anchor = {a: row for row, a in enumerate(anchors.tolist())}
+    ids, mask, accepted_by_step = input_ids.tolist(), loss_mask.tolist(), []
+    position = 0
+    while position < len(ids):
+        row = by_anchor.get(position)
+        if row is None:  # outside the answers, or the last token of one: nothing is drafted from here
+            position += 1
+            continue
+        accepted = 0
+        for token in drafted[row].tolist():
+            following = position + accepted + 1
+            if following >= len(ids) or not mask[following] or token != ids[following]:
+                break
+            accepted += 1
+        accepted_by_step.append(accepted)
+        position += accepted + 1
+    return accepted_by_step
+
+
+@torch.no_grad()
+def validation_acceptance(network: DFlashDrafter, ends: TargetEnds, store: HiddenStateStore,
+                          samples: tuple[int, ...]) -> dict[str, float | list[float]]:
+    """Walks the validation answers. Returns acceptance_length, steps, and accepted_by_slot: the share of verify steps
+    in which slot k (from 1) was accepted. Leaves the network in the mode that it was in."""
+    training = network.training
+    network.eval()
+    try:
+        accepted: list[int] = []
+        for index in samples:
+            sample = store.read(index)
+            anchors = anchor_candidates(sample.loss_mask)
+            drafted = propose_everywhere(network, ends, sample, anchors)
+            accepted += walk(sample.input_ids, sample.loss_mask, anchors, drafted)
+    finally:
+        network.train(training)
+    steps = torch.tensor(accepted)
+    return {"acceptance_length": 1 + steps.float().mean().item(), "steps": len(accepted),
+            "accepted_by_slot": [(steps >= k).float().mean().item() for k in range(1, network.config.block_size)]}
