@@ -1,0 +1,144 @@
+"""python -m dflash_lib <command>: the workbench from a shell.
+
+Exit codes: 0 done, 1 the run ended at a notebook that failed, 2 something to put right in what was asked (one clear
+message, no traceback), 130 interrupted.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from dflash_lib.workbench.pipeline import PipelineOptions, PipelineResult, run_pipeline
+from dflash_lib.workbench.runs import REPOSITORY, load_record
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.function(options)
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where this one stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dflash_lib", description="The DFlash workbench.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run every notebook of a job in order, then build the report")
+    run.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
+    run.add_argument("--from", dest="start", metavar="NB", help="start at this notebook, such as 06_train")
+    run.add_argument("--only", metavar="NB", help="look at this notebook only")
+    run.add_argument("--force", action="store_true", help="execute notebooks even when nothing changed since")
+    run.add_argument("--run-id", help="name of the run folder (default: the parameter file's name)")
+    run.add_argument("--runs-dir", type=Path, default=REPOSITORY / "runs", help="where run folders are (default: runs/)")
+    run.set_defaults(function=_run)
+
+    report = commands.add_parser("report", help="build the report of a run again")
+    report.add_argument("run", type=Path, help="run folder, such as runs/demo")
+    report.set_defaults(function=_report)
+
+    regenerate = commands.add_parser("regenerate", help="let a target answer the user turns of conversations itself")
+    regenerate.add_argument("source", type=Path, help="conversations (JSONL)")
+    regenerate.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
+    regenerate.add_argument("--model", required=True, help="folder of the target")
+    regenerate.add_argument("--max-new-tokens", type=int, default=144, help="limit of one answer (default: %(default)s)")
+    regenerate.add_argument("--batch-size", type=int, default=64, help="conversations at once (default: %(default)s)")
+    regenerate.add_argument("--max-samples", type=int, help="the first so many conversations (default: all)")
+    regenerate.add_argument("--dtype", default="float32", help="default: %(default)s")
+    regenerate.add_argument("--device", default="cpu", help="default: %(default)s")
+    regenerate.set_defaults(function=_regenerate)
+
+    describe = commands.add_parser("describe", help="print what a hidden-state store holds")
+    describe.add_argument("store", type=Path, help="store folder, such as runs/demo/states")
+    describe.set_defaults(function=_describe)
+
+    verify = commands.add_parser("verify", help="check a hidden-state store against its prepared rows")
+    verify.add_argument("store", type=Path, help="store folder, such as runs/demo/states")
+    verify.add_argument("prepared", type=Path, help="folder of prepared rows, such as runs/demo/prepared")
+    verify.set_defaults(function=_verify)
+
+    fetch = commands.add_parser("fetch-demo-model", help="fetch SmolLM2-135M-Instruct into data/models, once")
+    fetch.set_defaults(function=_fetch_demo_model)
+    return parser
+
+
+# Commands import what they need when called: `--help` and a misspelled parameter need not wait for torch.
+
+
+def _run(options: argparse.Namespace) -> int:
+    from dflash_lib.report.pages import build_report
+
+    result = run_pipeline(PipelineOptions(
+        params_file=options.params, run_id=options.run_id, start=options.start, only=options.only, force=options.force,
+        runs_dir=options.runs_dir))
+    page = build_report(result.folder)
+    print(f"\n{summary_table(result)}\n\nreport: {page}")
+    if result.error:
+        print(f"\n{result.error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def summary_table(result: PipelineResult) -> str:
+    """One line a notebook: state, checks, seconds, outcome."""
+    lines = [f"{'notebook':<18} {'state':<8} {'checks':>7} {'seconds':>8}  outcome"]
+    for stage in result.stages:
+        record = load_record(result.folder, stage.notebook)
+        checks = record["checks"] if record else []
+        passed = f"{sum(c['passed'] for c in checks)}/{len(checks)}" if record else "-"
+        seconds = f"{record['seconds'] if record else stage.seconds:.0f}"
+        lines.append(f"{stage.notebook:<18} {stage.state:<8} {passed:>7} {seconds:>8}  "
+                     f"{record['outcome'] if record else '-'}")
+    return "\n".join(lines)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from dflash_lib.report.pages import build_report
+
+    print(build_report(options.run))
+    return 0
+
+
+def _regenerate(options: argparse.Namespace) -> int:
+    from dflash_lib.target.loading import load_target
+    from dflash_lib.target.regenerate import RegenerateOptions, regenerate
+
+    target = load_target(options.model, options.dtype, options.device)
+    meta = regenerate(target, options.source, options.out, RegenerateOptions(
+        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples))
+    print(f"{options.out}: {meta['conversations']} conversations, {meta['generated_tokens']} generated tokens")
+    return 0
+
+
+def _describe(options: argparse.Namespace) -> int:
+    from dflash_lib.hidden_states.store import HiddenStateStore
+    from dflash_lib.hidden_states.verify import describe
+
+    print(describe(HiddenStateStore.open(options.store, allow_incomplete=True)))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from dflash_lib.conversations.prepare import PreparedRows
+    from dflash_lib.hidden_states.store import HiddenStateStore
+    from dflash_lib.hidden_states.verify import verify_store
+
+    for check in verify_store(HiddenStateStore.open(options.store), PreparedRows.load(options.prepared)):
+        print(check)
+    return 0
+
+
+def _fetch_demo_model(_options: argparse.Namespace) -> int:
+    from dflash_lib.target.demo_model import fetch_demo_model
+
+    print(fetch_demo_model(REPOSITORY / "data" / "models"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
