@@ -52,7 +52,8 @@ def split_samples(store: HiddenStateStore, num_validation: int, seed: int) -> Sp
 
     Raises ValueError when nothing is left to train on.
     """
-    usable = [i for i in store.sample_indices if len(anchor_candidates(store.read(i, states=False).loss_mask))]
+    usable = [i for i in store.sample_indices
+              if len(anchor_candidates(torch.from_numpy(store.read_tokens(i)[1])))]
     if len(usable) <= num_validation:
         raise ValueError(f"{len(usable)} samples with supervised tokens cannot be split into {num_validation} for "
                          "validation and the rest for training; lower validation_samples or extract more")
@@ -66,8 +67,8 @@ def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int 
     the ids in `always` (end of turn). Fewer when the text has fewer."""
     counts: dict[int, int] = dict.fromkeys(always, 2**62)
     for i in samples:
-        sample = store.read(i, states=False)
-        for token in sample.input_ids[sample.loss_mask.bool()].tolist():
+        input_ids, loss_mask = store.read_tokens(i)
+        for token in input_ids[loss_mask > 0].tolist():
             counts[token] = counts.get(token, 0) + 1
     frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
     return torch.tensor(sorted(frequent), dtype=torch.int64)
@@ -101,9 +102,10 @@ class TrainingData:
         rows = []
         for epoch, sample_index in chosen:
             sample = self.store.read(sample_index)
-            anchors = sample_anchors(sample.loss_mask, self.anchors_per_sample,
+            input_ids, loss_mask = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask)
+            anchors = sample_anchors(loss_mask, self.anchors_per_sample,
                                      seeded_generator(self.seed, epoch, sample_index))
-            rows.append((sample, anchors, build_blocks(sample.input_ids, sample.loss_mask, anchors, self.block_size,
+            rows.append((sample, anchors, build_blocks(input_ids, loss_mask, anchors, self.block_size,
                                                        self.mask_token_id, self.gamma)))
         num_tokens = max(len(sample.input_ids) for sample, _, _ in rows)
         num_anchors = max(len(anchors) for _, anchors, _ in rows)

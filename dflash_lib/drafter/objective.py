@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_lib.drafter.blocks import anchor_candidates, build_blocks
+from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.dataset import Batch
 from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample
+from dflash_lib.hidden_states.store import HiddenStateStore
 
 
 @dataclass(frozen=True)
@@ -82,61 +82,65 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
 
 
 @torch.no_grad()
-def propose_everywhere(network: DFlashDrafter, ends: TargetEnds, sample: StoredSample, anchors: Tensor,
-                       chunk: int = 256) -> Tensor:
-    """The drafter's tokens (target ids, int64 [A, S - 1]) for every anchor of one document."""
+def propose_everywhere(network: DFlashDrafter, ends: TargetEnds, input_ids: Tensor, aux_hidden_states: Tensor,
+                       anchors: Tensor, chunk: int = 256) -> Tensor:
+    """The drafter's tokens (target ids, int64 [A, S - 1]) for every anchor of one document; aux float32 [T, L, H]."""
     config = network.config
-    aux = sample.aux_hidden_states.float()[None]
-    context = network.context(aux, torch.arange(aux.shape[1])[None])
+    context = network.context(aux_hidden_states[None], torch.arange(len(input_ids))[None])
     drafted = []
     for part in anchors.split(chunk):
-        blocks = build_blocks(sample.input_ids, sample.loss_mask, part, config.block_size, config.mask_token_id, 1.0)
-        hidden = network(ends.embedding(blocks.input_ids)[None], part[None], context)[0, :, 1:]
+        tokens = torch.full((len(part), config.block_size), config.mask_token_id)
+        tokens[:, 0] = input_ids[part]
+        hidden = network(ends.embedding(tokens)[None], part[None], context)[0, :, 1:]
         drafted.append(ends.target_ids(F.linear(hidden, ends.head).argmax(dim=-1)))
     return torch.cat(drafted)
 
 
-def walk(input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, drafted: Tensor) -> list[int]:
-    """Accepted draft tokens of each verify step when an answer is walked as greedy decoding would.
+def walk(input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, drafted: Tensor) -> list[tuple[int, int]]:
+    """(accepted drafts, tokens added) of each verify step when answers are walked as greedy decoding would.
 
     From an anchor the leading drafted tokens that equal the data are accepted, the next token comes from the target
-    (the bonus) and is the next anchor. A step's acceptance length is 1 + accepted.
+    (the bonus) and is the next anchor. A step adds 1 + accepted tokens, but no more than the answer still has: the rule
+    of `decoding.acceptance`.
     """
     by_anchor = {a: row for row, a in enumerate(anchors.tolist())}
-    ids, mask, accepted_by_step = input_ids.tolist(), loss_mask.tolist(), []
+    ids, mask, steps = input_ids.tolist(), loss_mask.tolist(), []
     position = 0
     while position < len(ids):
         row = by_anchor.get(position)
         if row is None:  # outside the answers, or the last token of one: nothing is drafted from here
             position += 1
             continue
-        accepted = 0
-        for token in drafted[row].tolist():
+        accepted, tokens_left = 0, True
+        for token in [*drafted[row].tolist(), None]:
             following = position + accepted + 1
-            if following >= len(ids) or not mask[following] or token != ids[following]:
+            tokens_left = following < len(ids) and bool(mask[following])
+            if not tokens_left or token != ids[following]:
                 break
             accepted += 1
-        accepted_by_step.append(accepted)
+        steps.append((accepted, accepted + tokens_left))
         position += accepted + 1
-    return accepted_by_step
+    return steps
 
 
 @torch.no_grad()
 def validation_acceptance(network: DFlashDrafter, ends: TargetEnds, store: HiddenStateStore,
                           samples: tuple[int, ...]) -> dict[str, float | list[float]]:
-    """Walks the validation answers. Returns acceptance_length, steps, and accepted_by_slot: the share of verify steps
-    in which slot k (from 1) was accepted. Leaves the network in the mode that it was in."""
+    """Walks the validation answers. Returns acceptance_length (tokens added a verify step), steps, and
+    accepted_by_slot: the share of verify steps in which slot k (from 1) was accepted. Leaves the network in the mode
+    that it was in."""
     training = network.training
     network.eval()
     try:
-        accepted: list[int] = []
+        steps: list[tuple[int, int]] = []
         for index in samples:
             sample = store.read(index)
-            anchors = anchor_candidates(sample.loss_mask)
-            drafted = propose_everywhere(network, ends, sample, anchors)
-            accepted += walk(sample.input_ids, sample.loss_mask, anchors, drafted)
+            input_ids, loss_mask = torch.from_numpy(sample.input_ids).long(), torch.from_numpy(sample.loss_mask)
+            anchors = anchor_candidates(loss_mask)
+            drafted = propose_everywhere(network, ends, input_ids, sample.aux_hidden_states.float(), anchors)
+            steps += walk(input_ids, loss_mask, anchors, drafted)
     finally:
         network.train(training)
-    steps = torch.tensor(accepted)
-    return {"acceptance_length": 1 + steps.float().mean().item(), "steps": len(accepted),
-            "accepted_by_slot": [(steps >= k).float().mean().item() for k in range(1, network.config.block_size)]}
+    accepted, added = torch.tensor(steps).unbind(dim=1)
+    return {"acceptance_length": added.float().mean().item(), "steps": len(steps),
+            "accepted_by_slot": [(accepted >= k).float().mean().item() for k in range(1, network.config.block_size)]}

@@ -1,0 +1,232 @@
+"""Reads a hidden-state store: whole samples, fast, from any number of processes."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from torch import Tensor
+
+from dflash_lib.files import human_bytes
+from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
+from dflash_lib.hidden_states.schema import AUX, LAST, SCHEMA, StoreError, from_raw, get_attribute, read_raw, shard_name
+
+NUM_OPEN_FILES = 32
+CACHE_BYTES = 16 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """input_ids int32 [T]; loss_mask uint8 [T]; aux_hidden_states bfloat16 [T, L, H]; last_hidden_state_prenorm
+    bfloat16 [T, H], None in a store without it. sample_index: row in the prepared data."""
+
+    sample_index: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    aux_hidden_states: Tensor
+    last_hidden_state_prenorm: Tensor | None
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """offsets int64 [S + 1]; sample_index int64 [S]; quarantined: JSON text of what was left out, with reasons."""
+
+    offsets: np.ndarray
+    sample_index: np.ndarray
+    quarantined: str
+
+
+def read_shard_index(store: Path | str, plan: ExtractionPlan, shard: int) -> ShardIndex:
+    """Opens a shard, checks that it is whole and belongs to the plan, and returns what it holds.
+
+    Raises FileNotFoundError when it is absent and StoreError when it is damaged or belongs to another plan.
+    """
+    path = Path(store) / shard_name(shard)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            schema, plan_hash, number = (get_attribute(file, name) for name in ("schema", "plan", "shard"))
+            index = ShardIndex(file["offsets"][:], file["sample_index"][:], str(get_attribute(file, "quarantined")))
+            num_tokens = file[AUX].shape[0]
+    except (OSError, KeyError, ValueError) as error:
+        raise StoreError(f"{path}: damaged or cut off ({error}). Start the extraction again: it replaces this shard "
+                         "and keeps the others.") from error
+    if (schema, plan_hash, number) != (SCHEMA, plan.hash, shard):
+        raise StoreError(f"{path}: belongs to another plan (schema {schema}, plan {str(plan_hash)[:12]}, shard "
+                         f"{number}; expected {SCHEMA}, {plan.hash[:12]}, {shard}). Was it copied from another store?")
+    if len(index.offsets) != len(index.sample_index) + 1 or index.offsets[-1] != num_tokens:
+        raise StoreError(f"{path}: damaged: its offsets do not fit its {num_tokens} tokens")
+    return index
+
+
+def missing_shards(store: Path | str, plan: ExtractionPlan) -> tuple[list[int], dict[int, str]]:
+    """Shards that have to be extracted: absent ones and damaged ones; and, for the damaged, what is wrong."""
+    missing, damaged = [], {}
+    for shard in range(len(plan.shards)):
+        try:
+            read_shard_index(store, plan, shard)
+        except FileNotFoundError:
+            missing.append(shard)
+        except StoreError as error:
+            missing.append(shard)
+            damaged[shard] = str(error)
+    return missing, damaged
+
+
+class HiddenStateStore:
+    """A store opened for reading. Files are opened by the process that reads from them, never carried over a fork."""
+
+    def __init__(self, folder: Path, plan: ExtractionPlan, shards: dict[int, ShardIndex]):
+        self.folder, self.plan, self.shards = folder, plan, shards
+        self._where = {int(index): (shard, row) for shard, content in shards.items()
+                       for row, index in enumerate(content.sample_index)}
+        self._files: OrderedDict[int, h5py.File] = OrderedDict()
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, folder: Path | str, allow_incomplete: bool = False) -> "HiddenStateStore":
+        """Opens the store in `folder`.
+
+        Raises StoreError when it has no plan, when shards are damaged, and, unless `allow_incomplete`, when shards are
+        missing: training on a part would go unnoticed.
+        """
+        folder = Path(folder)
+        plan = ExtractionPlan.load(folder)
+        shards, missing = {}, []
+        for shard in range(len(plan.shards)):
+            try:
+                shards[shard] = read_shard_index(folder, plan, shard)
+            except FileNotFoundError:
+                missing.append(shard)
+        if missing and not allow_incomplete:
+            shown = ", ".join(map(shard_name, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            raise StoreError(f"{folder}: {len(missing)} of {len(plan.shards)} shards are missing ({shown}). "
+                             "Start the extraction again (04_extract): it does what is missing.")
+        return cls(folder, plan, shards)
+
+    def require(self, target: dict[str, str] | None = None, target_layer_ids: Sequence[int] | None = None,
+                data_fingerprint: str | None = None) -> None:
+        """Raises StoreError, with the differences shown, unless the store was made from this target (its identity),
+        these layer ids and these prepared rows; None = do not ask."""
+        found = {}
+        if target is not None:
+            found |= {f"target.{key}": (self.plan.target.get(key), target.get(key))
+                      for key in ("weights", "config", "tokenizer") if self.plan.target.get(key) != target.get(key)}
+        if target_layer_ids is not None and list(target_layer_ids) != self.plan.target_layer_ids:
+            found["target_layer_ids"] = (self.plan.target_layer_ids, list(target_layer_ids))
+        if data_fingerprint is not None and data_fingerprint != self.plan.data["fingerprint"]:
+            found["data.fingerprint"] = (self.plan.data["fingerprint"], data_fingerprint)
+        if found:
+            raise StoreError(f"{self.folder}: made for something else than is asked for:\n"
+                             f"{describe_differences(found, 'the store has', 'asked for')}\n"
+                             "Use another store_dir, or extract anew.")
+
+    @property
+    def sample_indices(self) -> list[int]:
+        """Sample indices (rows of the prepared data) that the store holds, ascending."""
+        return sorted(self._where)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._where)
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        return list(self.plan.target_layer_ids)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.plan.hidden_size
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int64, in the order of `sample_indices`."""
+        return np.array([self.length(index) for index in self.sample_indices], np.int64)
+
+    def length(self, sample_index: int) -> int:
+        """Tokens of one sample."""
+        shard, row = self._locate(sample_index)
+        offsets = self.shards[shard].offsets
+        return int(offsets[row + 1] - offsets[row])
+
+    def _locate(self, sample_index: int) -> tuple[int, int]:
+        if sample_index not in self._where:
+            raise StoreError(f"{self.folder}: holds no sample {sample_index}")
+        return self._where[sample_index]
+
+    def file(self, shard: int) -> h5py.File:
+        """The opened file of a shard; the least recently used ones are closed again."""
+        if os.getpid() != self._pid:  # forked: the handles are the parent's
+            self._files, self._pid = OrderedDict(), os.getpid()
+        if shard not in self._files:
+            path = self.folder / shard_name(shard)
+            try:
+                self._files[shard] = h5py.File(path, "r", locking=False, rdcc_nbytes=CACHE_BYTES)
+            except OSError as error:
+                raise StoreError(f"{path}: cannot be opened ({error})") from error
+            if len(self._files) > NUM_OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+        self._files.move_to_end(shard)
+        return self._files[shard]
+
+    def read_tokens(self, sample_index: int) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids int32 [T] and loss_mask uint8 [T] of one sample, without its states."""
+        shard, row = self._locate(sample_index)
+        start, stop = self.shards[shard].offsets[row:row + 2].tolist()
+        file = self.file(shard)
+        return file["input_ids"][start:stop], file["loss_mask"][start:stop]
+
+    def read(self, sample_index: int) -> StoredSample:
+        """One whole sample. Raises StoreError when the store lacks it or its bytes cannot be read."""
+        shard, row = self._locate(sample_index)
+        start, stop = self.shards[shard].offsets[row:row + 2].tolist()
+        file = self.file(shard)
+        try:
+            return StoredSample(
+                sample_index, file["input_ids"][start:stop], file["loss_mask"][start:stop],
+                from_raw(read_raw(file[AUX], start, stop)),
+                from_raw(read_raw(file[LAST], start, stop)) if LAST in file else None)
+        except (OSError, KeyError) as error:
+            raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error})") \
+                from error
+
+    def close(self) -> None:
+        """Closes the files; the store can still be read from, which opens them again."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> "HiddenStateStore":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_files": OrderedDict()}  # a spawned worker opens its own
+
+    def describe(self) -> str:
+        """What the store holds, as a few lines of text."""
+        plan = self.plan
+        on_disk = sum((self.folder / shard_name(shard)).stat().st_size for shard in self.shards)
+        lengths = self.lengths()
+        supervised = sum(int(self.file(shard)["loss_mask"][:].sum()) for shard in self.shards)
+        tokens = int(lengths.sum())
+        rows = [
+            ("store", str(self.folder)),
+            ("target", f"{plan.target['name']} ({plan.target['dtype']}, weights {plan.target['weights'][:12]}), "
+                       f"{plan.num_hidden_layers} layers of {plan.hidden_size}"),
+            ("aux hidden states", f"outputs of layers {plan.target_layer_ids}"),
+            ("last hidden state", "before the final norm" if plan.last else "not stored"),
+            ("encoding", plan.encoding),
+            ("samples", f"{self.num_samples} of {plan.num_samples}, {lengths.min()} to "
+                        f"{lengths.max()} tokens" if len(lengths) else "none yet"),
+            ("tokens", f"{tokens}, {supervised} supervised"),
+            ("shards", f"{len(self.shards)} of {len(plan.shards)}"),
+            ("on disk", f"{human_bytes(on_disk)}, {on_disk / max(tokens, 1):.0f} bytes a token "
+                        f"(raw {plan.bytes_per_token})"),
+            ("data", f"fingerprint {plan.data['fingerprint'][:12]}"), ("plan", plan.hash[:12]),
+        ]
+        return "\n".join(f"{name:<18} {value}" for name, value in rows)

@@ -1,0 +1,66 @@
+"""Figures of notebook 06: loss, acceptance by slot, learning rate, validation."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dflash_lib.report.style import COLOURS, label, new_figure, styled
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving mean over `window` entries; shorter windows at the ends, no padding."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - window // 2, 0), np.minimum(at + window // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+@styled
+def loss_figure(steps: list[dict[str, Any]]) -> Figure:
+    """Loss of each step with its moving mean, and the learning rate below it. steps: step rows of log.jsonl."""
+    figure, (top, bottom) = new_figure(2, 1, height=4.6, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+    x, y = np.array([row["step"] for row in steps]), np.array([row["loss"] for row in steps])
+    top.plot(x, y, color=COLOURS["sky"], linewidth=0.6, alpha=0.7, label="each step")
+    top.plot(x, smooth(y, max(1, len(y) // 25)), color=COLOURS["blue"], label="moving mean")
+    label(top, x="", y="weighted loss (nats a token)", title="Training loss", legend=True)
+    bottom.plot(x, [row["learning_rate"] for row in steps], color=COLOURS["black"])
+    label(bottom, x="optimizer step", y="learning rate")
+    bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    return figure
+
+
+@styled
+def validation_figure(validations: list[dict[str, Any]]) -> Figure:
+    """Acceptance length of the walked validation answers, and the share of verify steps that accept each slot."""
+    figure, (left, right) = new_figure(1, 2, height=3.4)
+    x = [row["step"] for row in validations]
+    y = [row["validation"]["acceptance_length"] for row in validations]
+    left.plot(x, y, color=COLOURS["blue"], marker="o")
+    best = int(np.argmax(y))
+    left.plot(x[best], y[best], color=COLOURS["vermilion"], marker="o", markersize=9, fillstyle="none",
+              linestyle="none", label=f"best: {y[best]:.2f} at step {x[best]}")
+    label(left, x="optimizer step", y="tokens a verify step, bonus counted", title="Acceptance length", legend=True)
+    by_slot = np.array([row["validation"]["accepted_by_slot"] for row in validations])
+    shown = min(4, by_slot.shape[1])
+    for slot, style in zip(range(shown), ("-", "--", "-.", ":"), strict=False):
+        right.plot(x, 100 * by_slot[:, slot], linestyle=style, marker="o", label=f"slot {slot + 1}")
+    label(right, x="optimizer step", y="verify steps that accept the slot (%)", title="Accepted, by slot", legend=True)
+    right.set_ylim(bottom=0)
+    return figure
+
+
+@styled
+def slot_accuracy_figure(steps: list[dict[str, Any]]) -> Figure:
+    """Share of supervised slots whose first choice is the data's token, slot by slot, over training."""
+    figure, axis = new_figure(height=3.2)
+    hits, counts = np.array([row["slot_hits"] for row in steps]), np.array([row["slot_counts"] for row in steps])
+    window, x = max(1, len(steps) // 25), [row["step"] for row in steps]
+    for slot in range(1, hits.shape[1]):
+        share = smooth(hits[:, slot], window) / np.maximum(smooth(counts[:, slot], window), 1e-9)
+        axis.plot(x, 100 * share, label=f"slot {slot}", linestyle="-" if slot < 5 else "--")
+    label(axis, x="optimizer step", y="right first choices (%)",
+          title="Training accuracy by slot: the further ahead, the harder")
+    axis.legend(ncols=4)
+    axis.set_ylim(bottom=0)
+    return figure
