@@ -1,6 +1,5 @@
 """Loads the frozen target: a folder in Hugging Face layout, on one device, without accelerate."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from dflash_lib.conversations.templates import tokenizer_hash
-from dflash_lib.files import hash_file, hash_value
+from dflash_lib.files import hash_file, hash_value, read_json
 
 
 class TargetError(ValueError):
@@ -80,8 +79,10 @@ def weight_files(path: Path) -> list[Path]:
     """
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [path / name for name in names]
+        weight_map = read_json(index).get("weight_map")
+        if not weight_map:
+            raise TargetError(f"{index}: has no weight_map. Download it again.")
+        files = [path / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -129,15 +130,37 @@ def target_identity(path: Path | str, dtype: torch.dtype | str = torch.float32) 
 
     Reads every weight file once to hash it. Raises TargetError as `load_target` does for an incomplete folder.
     """
-    import transformers
-
     path = Path(path)
     read_config(path)
+    return _identity(path, weight_files(path), load_tokenizer(path), dtype)
+
+
+def _identity(path: Path, files: list[Path], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> dict:
+    import transformers
+
     return {
-        "name": path.name, "weights": weights_hash(weight_files(path)), "config": hash_file(path / "config.json"),
-        "tokenizer": tokenizer_hash(load_tokenizer(path)), "dtype": str(dtype).removeprefix("torch."),
+        "name": path.name, "weights": weights_hash(files), "config": hash_file(path / "config.json"),
+        "tokenizer": tokenizer_hash(tokenizer), "dtype": str(dtype).removeprefix("torch."),
         "transformers": transformers.__version__,
     }
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A floating dtype from itself or its name. Raises TargetError for anything else."""
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise TargetError(f"dtype: {dtype!r} is no floating dtype of PyTorch; use float32, bfloat16 or float16")
+    return parsed
+
+
+def check_device(device: str) -> None:
+    """Raises TargetError unless PyTorch can put a tensor on `device`."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise TargetError(f"device {device!r} asked for, but PyTorch cannot use it ({reason}). "
+                          f"It sees {torch.cuda.device_count()} CUDA devices; device: cpu always works.") from error
 
 
 def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu",
@@ -150,17 +173,16 @@ def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, devi
     at random), and for a device that is not there.
     """
     path = Path(path)
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
+    dtype = parse_dtype(dtype)
+    check_device(device)
     config = read_config(path)
     files = weight_files(path)
     tokenizer = load_tokenizer(path)
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=attn_implementation, local_files_only=True,
-        use_safetensors=True, output_loading_info=True)
+        use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)  # reported below, by name
     bad = {name: sorted(map(str, report[name]))[:5] for name in ("missing_keys", "mismatched_keys") if report[name]}
     if bad:
         raise TargetError(f"{path}: the weights do not fit the configuration; what is missing would be random: {bad}")
     model.eval().requires_grad_(False).to(device)
-    return Target(path, model, tokenizer, target_identity(path, dtype))
+    return Target(path, model, tokenizer, _identity(path, files, tokenizer, dtype))

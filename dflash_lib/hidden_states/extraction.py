@@ -1,0 +1,172 @@
+"""Extracts hidden states into a store: the job that torchrun starts, and the function that starts it.
+
+`start_extraction` runs in a notebook's kernel or a command; the work is done by `python -m
+dflash_lib.hidden_states.extraction` in one process per device. Resuming is doing the shards that are missing.
+"""
+
+import argparse
+import io
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.files import human_bytes
+from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan, describe_differences, make_plan
+from dflash_lib.hidden_states.schema import StoreError, get_encoding
+from dflash_lib.hidden_states.shards import ShardWriter
+from dflash_lib.hidden_states.store import missing_shards
+from dflash_lib.launch import report_progress, run_torchrun, run_worker
+from dflash_lib.progress import Progress
+from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.loading import Target, load_target, read_config, target_identity
+
+
+@dataclass(frozen=True)
+class ExtractionReport:
+    """What one start did: shards and tokens extracted now, seconds of the whole job and of the passes alone (longest
+    rank), damaged shards that were replaced (with reasons)."""
+
+    num_shards: int
+    num_tokens: int
+    seconds: float
+    extraction_seconds: float
+    replaced: dict[int, str]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second while extracting, without loading; 0 when there was nothing to do."""
+        return self.num_tokens / self.extraction_seconds if self.extraction_seconds else 0.0
+
+
+def open_plan(store: Path | str, model: Path | str, prepared: PreparedRows, options: ExtractionOptions,
+              dtype: str = "float32") -> ExtractionPlan:
+    """The store's plan: made and written when there is none yet, otherwise compared with what is asked for now.
+
+    Raises StoreError, with every difference shown, when the store was begun from another target, other layer ids, other
+    rows or other options, and when the folder cannot be written.
+    """
+    store = Path(store)
+    plan = make_plan(target_identity(model, dtype), read_config(model).get_text_config(), prepared, options)
+    try:
+        if (store / "plan.json").exists():
+            before = ExtractionPlan.load(store)
+            found = before.differences(plan)
+            if found:
+                raise StoreError(f"{store}: begun with other settings, and a store is never mixed:\n"
+                                 f"{describe_differences(found, 'the store has', 'asked for')}\n"
+                                 "Choose another store_dir, or remove this one.")
+            return before
+        store.mkdir(parents=True, exist_ok=True)
+        if any(store.glob("shard-*.h5")):
+            raise StoreError(f"{store}: holds shards but no plan.json; choose another store_dir, or remove them")
+        plan.save(store)
+    except OSError as error:
+        raise StoreError(f"{store}: cannot be written ({error}). Choose another store_dir.") from error
+    return plan
+
+
+def check_free_space(store: Path | str, plan: ExtractionPlan, shards: list[int]) -> None:
+    """Raises StoreError when the disk has less room than the shards will take at the least."""
+    stat = os.statvfs(store)
+    free = stat.f_bavail * stat.f_frsize
+    needed = sum(plan.shard_tokens[i] for i in shards) * plan.bytes_per_token * get_encoding(plan.encoding).least_share
+    if needed > free:
+        raise StoreError(f"{store}: {human_bytes(free)} free, but the {len(shards)} shards to extract take at least "
+                         f"{human_bytes(needed)} in {plan.encoding}. Free space, choose another store_dir, or lower "
+                         "max_samples.")
+
+
+def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path | str, options: ExtractionOptions,
+                     log_dir: Path | str, num_processes: int = 1, dtype: str = "float32", device: str = "cpu",
+                     show: bool = True) -> ExtractionReport:
+    """Extracts what is missing in `store`, in `num_processes` processes, and returns when it is complete.
+
+    device: "cpu", or "cuda": process r then works on device r. show: print a progress line. Raises StoreError for a
+    store that does not fit, a disk that is too small or not writable; LaunchError with a failing rank's traceback.
+    """
+    store, began = Path(store), time.monotonic()
+    prepared = PreparedRows.load(prepared_folder)
+    plan = open_plan(store, model, prepared, options, dtype)
+    todo, damaged = missing_shards(store, plan)
+    if not todo:
+        return ExtractionReport(0, 0, time.monotonic() - began, 0.0, {})
+    check_free_space(store, plan, todo)
+    num_todo = sum(plan.shard_tokens[i] for i in todo)
+    done, seconds = {}, {}
+    with Progress(plan.num_tokens, "extract", "tokens", start=plan.num_tokens - num_todo,
+                  stream=None if show else io.StringIO()) as progress:
+
+        def follow(fields: dict) -> None:
+            done[fields["rank"]], seconds[fields["rank"]] = fields["tokens"], fields["seconds"]
+            progress.set(plan.num_tokens - num_todo + sum(done.values()), f"shard {fields['shard']}")
+
+        run_torchrun("dflash_lib.hidden_states.extraction",
+                     ["--store", str(store.resolve()), "--model", str(Path(model).resolve()),
+                      "--prepared", str(Path(prepared_folder).resolve()), "--dtype", dtype, "--device", device],
+                     num_processes, log_dir, options.threads, follow)
+    left, _ = missing_shards(store, plan)
+    if left:
+        raise StoreError(f"{store}: the job ended, but shards {left[:5]} are missing or damaged")
+    return ExtractionReport(len(todo), num_todo, time.monotonic() - began, max(seconds.values()), damaged)
+
+
+def extract_shard(target: Target, prepared: PreparedRows, plan: ExtractionPlan, store: Path | str, shard: int,
+                  on_tokens: Callable[[int], None] | None = None) -> None:
+    """Runs one shard's batches through the target and writes the shard. `on_tokens` gets each batch's real tokens."""
+    with ShardWriter(store, plan, shard) as writer:
+        for batch in plan.shards[shard]:
+            rows = [prepared.row(index) for index in batch]
+            samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids, last=plan.last)
+            for index, (ids, mask), sample in zip(batch, rows, samples, strict=True):
+                writer.add(index, ids, mask, sample)
+            if on_tokens is not None:
+                on_tokens(sum(len(ids) for ids, _ in rows))
+
+
+def _todo_of_all_ranks(store: Path, plan: ExtractionPlan) -> list[int]:
+    """The missing shards as rank 0 sees them, so that all ranks share out one and the same list."""
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        return missing_shards(store, plan)[0]
+    dist.init_process_group("gloo")
+    box = [missing_shards(store, plan)[0] if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    dist.destroy_process_group()
+    return box[0]
+
+
+def main() -> None:
+    """One rank: shards rank, rank + world, ... of the missing ones."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    for name in ("store", "model", "prepared", "dtype", "device"):
+        parser.add_argument(f"--{name}", required=True)
+    args = parser.parse_args()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = Path(args.store)
+    plan, prepared = ExtractionPlan.load(store), PreparedRows.load(args.prepared)
+    if prepared.fingerprint != plan.data["fingerprint"]:
+        raise StoreError(f"{args.prepared}: not the rows that {store} was planned for")
+    torch.set_num_threads(plan.threads)
+    todo = _todo_of_all_ranks(store, plan)[rank::world]
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
+    target = load_target(args.model, args.dtype, device)
+    began, tokens = time.monotonic(), 0
+
+    def report(num: int, shard: int) -> None:
+        nonlocal tokens
+        tokens += num
+        report_progress(rank=rank, pid=os.getpid(), shard=shard, tokens=tokens, seconds=time.monotonic() - began)
+
+    report(0, -1)
+    for shard in todo:
+        extract_shard(target, prepared, plan, store, shard, lambda num, shard=shard: report(num, shard))
+        report(0, shard)
+
+
+if __name__ == "__main__":
+    run_worker(main)

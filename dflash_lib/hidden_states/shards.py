@@ -1,0 +1,207 @@
+"""Writes one shard: whole or not at all, sample by sample, with checksums and the same bytes every time."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from dflash_lib.files import human_bytes, publish
+from dflash_lib.hidden_states.plan import ExtractionPlan
+from dflash_lib.hidden_states.schema import (
+    AUX,
+    LAST,
+    SCHEMA,
+    SMALL,
+    StoreError,
+    create_states,
+    find_bad_rows,
+    get_encoding,
+    set_attribute,
+    shard_name,
+    to_raw,
+    write_raw,
+)
+from dflash_lib.target.capture import CapturedSample
+
+HDF5_FORMAT = ("v110", "v110")  # checksummed metadata; every HDF5 since 1.10 reads it
+
+
+class _GuardedFile:
+    """The file under HDF5. The first OSError is kept and later writes are dropped, because HDF5 crashes the process
+    when it cannot flush while it closes (a full disk, seen with HDF5 2.0)."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "wb+", buffering=0)
+        self.error: OSError | None = None
+
+    def read(self, size: int = -1) -> bytes:
+        return self.file.read(size)
+
+    def readinto(self, buffer) -> int:
+        return self.file.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def write(self, data) -> int:
+        left = memoryview(data)
+        try:
+            while len(left) and self.error is None:
+                left = left[self.file.write(left):]
+        except OSError as error:
+            self.error = error
+        return len(data)
+
+    def truncate(self, size: int) -> int:
+        try:
+            if self.error is None:
+                self.file.truncate(size)
+        except OSError as error:
+            self.error = error
+        return size
+
+    def flush(self) -> None:
+        """Nothing is buffered here; `publish` fsyncs."""
+
+    def check(self) -> None:
+        """Raises the first error, if there was one."""
+        if self.error is not None:
+            raise self.error
+
+
+class _StateStream:
+    """Appends rows to a bfloat16 dataset in whole chunks, so that no chunk is compressed twice, and hashes them."""
+
+    def __init__(self, file: h5py.File, name: str, shape: tuple[int, ...], encoding: str):
+        self.dataset = create_states(file, name, shape, get_encoding(encoding))
+        self.buffer = np.empty(self.dataset.chunks, np.uint16)
+        self.filled = self.written = 0
+        self.digest = hashlib.sha256()
+
+    def append(self, raw: np.ndarray) -> None:
+        """raw: uint16 [n, ...]."""
+        while len(raw):
+            part = raw[:len(self.buffer) - self.filled]
+            self.buffer[self.filled:self.filled + len(part)] = part
+            self.filled += len(part)
+            raw = raw[len(part):]
+            if self.filled == len(self.buffer):
+                self._flush()
+
+    def _flush(self) -> None:
+        rows = self.buffer[:self.filled]
+        self.digest.update(rows)
+        write_raw(self.dataset, self.written, rows)
+        self.written += self.filled
+        self.filled = 0
+
+    def finish(self) -> None:
+        """Writes what is left, cuts the dataset to the rows that came, and notes the checksum of their raw values."""
+        if self.filled:
+            self._flush()
+        if self.written < self.dataset.shape[0]:  # samples were quarantined
+            self.dataset.id.set_extent((self.written, *self.dataset.shape[1:]))
+        set_attribute(self.dataset, "sha256", self.digest.hexdigest())
+
+
+class ShardWriter:
+    """Context manager that writes shard `index` of a plan into the store's folder.
+
+    `add` each sample in the plan's order. On a clean exit the file is flushed, fsynced and renamed into place; on an
+    exception nothing is left. A sample whose states are not finite or hold all-zero rows is left out and noted in the
+    attribute `quarantined`. Raises StoreError when writing fails (full disk), when a sample is missing, and when every
+    sample of the shard was quarantined: then the target is broken, not the data.
+    """
+
+    def __init__(self, store: Path | str, plan: ExtractionPlan, index: int):
+        self.plan, self.index = plan, index
+        self.path = Path(store) / shard_name(index)
+        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        self.input_ids: list[np.ndarray] = []
+        self.loss_mask: list[np.ndarray] = []
+        self.sample_index: list[int] = []
+        self.quarantined: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "ShardWriter":
+        plan, num_tokens = self.plan, self.plan.shard_tokens[self.index]
+        try:
+            self.guard = _GuardedFile(self.partial)
+        except OSError as error:
+            raise self._failed(error) from error
+        self.file = h5py.File(self.guard, "w", libver=HDF5_FORMAT)
+        shape = (num_tokens, len(plan.target_layer_ids), plan.hidden_size)
+        self.aux = _StateStream(self.file, AUX, shape, plan.encoding)
+        set_attribute(self.aux.dataset, "target_layer_ids", plan.target_layer_ids)
+        self.last = _StateStream(self.file, LAST, (num_tokens, plan.hidden_size), plan.encoding) if plan.last else None
+        return self
+
+    def add(self, sample_index: int, input_ids: np.ndarray, loss_mask: np.ndarray, sample: CapturedSample) -> None:
+        """Appends one sample: input_ids int32 [T], loss_mask uint8 [T], its captured states of any float dtype."""
+        bad = find_bad_rows(sample.aux_hidden_states)
+        if not bad and self.last is not None:
+            bad = find_bad_rows(sample.last_hidden_state_prenorm)
+        if bad:
+            self.quarantined.append({"sample_index": sample_index, "reason": bad})
+            return
+        self.aux.append(to_raw(sample.aux_hidden_states))
+        if self.last is not None:
+            self.last.append(to_raw(sample.last_hidden_state_prenorm))
+        self.guard.check()
+        self.input_ids.append(input_ids)
+        self.loss_mask.append(loss_mask)
+        self.sample_index.append(sample_index)
+
+    def _finish(self) -> None:
+        done = {*self.sample_index, *(entry["sample_index"] for entry in self.quarantined)}
+        wanted = self.plan.samples_of(self.index)
+        if len(done) != len(self.sample_index) + len(self.quarantined) or done != set(wanted):
+            raise StoreError(f"{self.path}: {len(done)} different samples were added, the plan has {len(wanted)}")
+        if not self.sample_index:
+            raise StoreError(f"{self.path}: every sample was unusable; the first: {self.quarantined[0]['reason']}. "
+                             "The target's states are broken: check its weights and dtype.")
+        self.aux.finish()
+        if self.last is not None:
+            self.last.finish()
+        arrays = {"input_ids": np.concatenate(self.input_ids), "loss_mask": np.concatenate(self.loss_mask),
+                  "offsets": np.cumsum([0, *map(len, self.input_ids)]), "sample_index": np.array(self.sample_index)}
+        for name, dtype in SMALL.items():
+            values = np.ascontiguousarray(arrays[name], dtype)
+            dataset = self.file.create_dataset(name, data=values, track_times=False)
+            set_attribute(dataset, "sha256", hashlib.sha256(values).hexdigest())
+        set_attribute(self.file, "schema", SCHEMA)
+        set_attribute(self.file, "plan", self.plan.hash)
+        set_attribute(self.file, "shard", self.index)
+        set_attribute(self.file, "encoding", self.plan.encoding)
+        set_attribute(self.file, "target", self.plan.target)
+        set_attribute(self.file, "quarantined", json.dumps(self.quarantined))
+        self.file.close()
+        self.guard.check()
+        self.guard.file.close()
+        publish(self.partial, self.path)
+
+    def __exit__(self, kind, error, _traceback) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as failure:
+            raise self._failed(failure) from failure
+        finally:
+            self.file.close()
+            self.guard.file.close()
+            self.partial.unlink(missing_ok=True)
+        if kind is not None and issubclass(kind, OSError) and error is self.guard.error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> StoreError:
+        folder = self.path.parent
+        free = human_bytes(shutil.disk_usage(folder).free) if folder.is_dir() else "unknown"
+        return StoreError(f"{self.path}: writing failed: {error}. Free on that disk: {free}; the shard takes up to "
+                          f"{human_bytes(self.plan.shard_tokens[self.index] * self.plan.bytes_per_token)}. "
+                          "Finished shards are kept: free space, or fix the folder, and start again.")

@@ -1,0 +1,130 @@
+"""Verifies a store against the rows that it was extracted from: every token id, every value, every checksum."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+
+from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states.schema import AUX, LAST, SMALL, StoreError, get_attribute, read_raw, shard_name
+from dflash_lib.hidden_states.store import HiddenStateStore
+
+INFINITE = np.uint16(0x7F80)  # all exponent bits set: infinity or NaN
+SIGNLESS = np.uint16(0x7FFF)
+
+
+@dataclass(frozen=True)
+class StoreCheck:
+    """One named check: num_faults, and the first fault in words ("" when there is none)."""
+
+    name: str
+    num_faults: int
+    first_fault: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.num_faults == 0
+
+
+class _Faults:
+    def __init__(self, names: list[str]):
+        self.count = dict.fromkeys(names, 0)
+        self.first = dict.fromkeys(names, "")
+
+    def add(self, name: str, num: int, text: str) -> None:
+        self.count[name] += num
+        if num and not self.first[name]:
+            self.first[name] = text
+
+
+NAMES = ["checksums", "samples missing", "samples quarantined", "token ids", "loss mask", "values not finite",
+         "rows all zero", "last-state rows missing"]
+
+
+def verify_store(store: HiddenStateStore, prepared: PreparedRows,
+                 on_progress: Callable[[int], None] | None = None) -> list[StoreCheck]:
+    """Reads the whole store once and returns the checks in NAMES, one each, faults counted.
+
+    on_progress: called with the number of tokens read so far. A shard whose bytes cannot be read counts as a checksum
+    fault. Raises StoreError when the store was made from other rows than `prepared`.
+    """
+    store.require(data_fingerprint=prepared.fingerprint)
+    faults = _Faults(NAMES)
+    seen: set[int] = set()
+    num_tokens = 0
+    for shard in store.shards:
+        try:
+            _verify_shard(store, shard, prepared, faults)
+        except OSError as error:
+            faults.add("checksums", 1, f"{shard_name(shard)}: {error}")
+        content = store.shards[shard]
+        seen.update(content.sample_index.tolist())
+        for entry in json.loads(content.quarantined):
+            faults.add("samples quarantined", 1, f"sample {entry['sample_index']}: {entry['reason']}")
+            seen.add(entry["sample_index"])
+        num_tokens += int(content.offsets[-1])
+        if on_progress is not None:
+            on_progress(num_tokens)
+    absent = sorted(set(range(len(prepared))) - seen)
+    faults.add("samples missing", len(absent), f"sample {absent[0]}" if absent else "")
+    return [StoreCheck(name, faults.count[name], faults.first[name]) for name in NAMES]
+
+
+def require_verified(checks: list[StoreCheck]) -> None:
+    """Raises StoreError that names every failed check with its first fault."""
+    failed = [f"  {check.name}: {check.num_faults}, first: {check.first_fault}" for check in checks if not check.ok]
+    if failed:
+        raise StoreError("the store is not as it should be:\n" + "\n".join(failed))
+
+
+def _verify_shard(store: HiddenStateStore, shard: int, prepared: PreparedRows, faults: _Faults) -> None:
+    file, content = store.file(shard), store.shards[shard]
+    where = shard_name(shard)
+    arrays = {}
+    for name in SMALL:
+        arrays[name] = file[name][:]
+        _compare_digest(file[name], hashlib.sha256(np.ascontiguousarray(arrays[name])), where, faults)
+    for row, index in enumerate(content.sample_index.tolist()):
+        start, stop = content.offsets[row:row + 2]
+        for name, stored, wanted in zip(("token ids", "loss mask"), (arrays["input_ids"], arrays["loss_mask"]),
+                                        prepared.row(index), strict=True):
+            wrong = _num_different(stored[start:stop], wanted)
+            faults.add(name, wrong, f"{where}, sample {index}: {wrong} of {len(wanted)} tokens differ")
+    _verify_states(file[AUX], content, where, faults)
+    if store.plan.last:
+        rows = file[LAST].shape[0] if LAST in file else 0
+        faults.add("last-state rows missing", abs(int(content.offsets[-1]) - rows), where)
+        if rows:
+            _verify_states(file[LAST], content, where, faults)
+
+
+def _num_different(stored: np.ndarray, wanted: np.ndarray) -> int:
+    """Tokens that differ; all of them when the lengths do."""
+    if len(stored) != len(wanted):
+        return max(len(stored), len(wanted))
+    return int((stored != wanted).sum())
+
+
+def _verify_states(dataset: h5py.Dataset, content, where: str, faults: _Faults) -> None:
+    digest, step = hashlib.sha256(), dataset.chunks[0]
+    for start in range(0, dataset.shape[0], step):
+        raw = read_raw(dataset, start, min(start + step, dataset.shape[0]))  # [n, L, H] or [n, H]
+        digest.update(raw)
+        magnitude = raw & SIGNLESS
+        infinite = magnitude >= INFINITE
+        zero = ~magnitude.any(axis=-1)
+        for name, bad in (("values not finite", infinite), ("rows all zero", zero)):
+            if bad.any():
+                token = start + int(np.argwhere(bad)[0][0])
+                row = int(np.searchsorted(content.offsets, token, side="right")) - 1
+                faults.add(name, int(bad.sum()), f"{where}, {dataset.name[1:]}, sample {content.sample_index[row]}, "
+                                                 f"token {token - content.offsets[row]}")
+    _compare_digest(dataset, digest, where, faults)
+
+
+def _compare_digest(dataset: h5py.Dataset, digest, where: str, faults: _Faults) -> None:
+    if get_attribute(dataset, "sha256") != digest.hexdigest():
+        faults.add("checksums", 1, f"{where}: {dataset.name[1:]} differs from what was written")
