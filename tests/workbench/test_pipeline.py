@@ -32,7 +32,8 @@ def job(tmp_path):
     """Two notebooks: 01_a writes a product, 02_b reads 01_a's results and its product, and checks y <= 5."""
     notebooks = tmp_path / "notebooks"
     write_notebook(notebooks, "01_a", "x: int = 1\nconversations: str = ''\n", opening("01_a", "x", "conversations"),
-                   "print('step 1 of 2')\nif not run.path('product').exists():\n    run.path('product').write_text('made')",
+                   "print('step 1 of 2')\nif not run.path('product').exists():\n"
+                   "    run.path('product').write_text('made')",
                    finishing("{'x': x}"))
     write_notebook(notebooks, "02_b", "y: int = 1\n", opening("02_b", "y"),
                    "results = run.results('01_a')\ntext = run.path('product').read_text()",
@@ -78,7 +79,8 @@ def test_what_a_stage_depends_on_makes_it_run_again(job, monkeypatch):
     write_params(job, x=3, conversations=str(data))  # a parameter of 01_a, whose results 02_b read
     states, result, printed = run(job)
     assert states == ["passed", "passed"]
-    assert "01_a: running (changed parameters: x)" in printed and "02_b: running (the results of 01_a changed)" in printed
+    assert "01_a: running (changed parameters: x)" in printed
+    assert "02_b: running (the results of 01_a changed)" in printed
 
     data.write_text("two\n")  # the content of a file that a parameter names
     states, _, printed = run(job)

@@ -1,0 +1,195 @@
+"""Does the job fit? Parameters and bytes from the configuration alone, and what this machine has free.
+
+The target is built on PyTorch's meta device, so the counts are those of the very modules that `load_target` fills, and
+neither is a weight read nor a byte of memory taken.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dflash_lib.conversations.formats import ConversationError, read_conversations
+from dflash_lib.conversations.templates import encode_conversation
+from dflash_lib.target.loading import TargetError, read_config, weight_files
+
+PARTS = ("embedding", "attention", "linear attention", "MLP", "norms", "head")
+STORED_BYTES = 2  # a bfloat16 value
+# Plain bf16 divided by this: measured on real states (shuffle and Zstd level 1, lossless).
+ENCODING_GAIN = {"bf16": 1.0, "bf16+zstd": 1.4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSize:
+    """Sizes of a target's text tower: parameters by part (each counted once, a tied head with the embedding)."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    parameters: dict[str, int]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.parameters.values())
+
+    def weight_bytes(self, dtype: torch.dtype | str) -> int:
+        """Bytes of the parameters in a torch dtype, or in one named so."""
+        return self.num_parameters * _dtype(dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What is free here: bytes of memory on the device, and of disk where the states go; CPU cores and GPU names."""
+
+    memory_free: int
+    memory_total: int
+    disk_free: int
+    disk_total: int
+    num_cpus: int
+    gpus: tuple[str, ...]
+
+
+def target_size(model: Path | str) -> TargetSize:
+    """Sizes of the target whose config.json lies in the folder `model`; nothing else is needed there.
+
+    A vision tower and multi-token-prediction layers are not counted: the workbench does not load them. Raises
+    TargetError for a missing or unreadable configuration, or one that is not of a causal language model.
+    """
+    config = read_config(model).get_text_config()
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise TargetError(f"{model}/config.json: not a causal language model ({error})") from error
+    parameters = dict.fromkeys(PARTS, 0)
+    for name, parameter in network.named_parameters():  # a tied head comes once, as the embedding
+        parameters[_part(name, network)] += parameter.numel()
+    return TargetSize(model_type=config.model_type, num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
+                      vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v})
+
+
+def _part(name: str, network: nn.Module) -> str:
+    """The part of the target that a parameter belongs to, by the module that holds it."""
+    if network.get_parameter(name) is network.get_input_embeddings().weight:
+        return "embedding"
+    if name.startswith("lm_head"):
+        return "head"
+    for module, part in ((".self_attn.", "attention"), (".linear_attn.", "linear attention"), (".mlp.", "MLP")):
+        if module in name:
+            return part
+    if "norm" in name:
+        return "norms"
+    raise TargetError(f"parameter {name} belongs to no known part ({', '.join(PARTS)}): this kind of target is not "
+                      "supported yet")
+
+
+def parameters_on_disk(model: Path | str) -> int:
+    """Parameters in the folder's safetensors files, from their headers. Raises TargetError when there are none."""
+    total = 0
+    for file in weight_files(Path(model)):
+        with safe_open(file, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118  (safe_open is no dict)
+                total += torch.Size(f.get_slice(name).get_shape()).numel()
+    return total
+
+
+def bytes_on_disk(model: Path | str) -> int:
+    """Bytes of the folder's weight files."""
+    return sum(file.stat().st_size for file in weight_files(Path(model)))
+
+
+def bytes_per_token(hidden_size: int, num_aux_layers: int, last: bool = True, encoding: str = "bf16") -> float:
+    """Bytes that one token's states take in the store: aux layers and, with `last`, the last hidden state.
+
+    Exact for bf16; for bf16+zstd what real states were measured to take. Raises ValueError for another encoding.
+    """
+    if encoding not in ENCODING_GAIN:
+        raise ValueError(f"encoding {encoding!r} is not known; known: {', '.join(ENCODING_GAIN)}")
+    return (num_aux_layers + last) * hidden_size * STORED_BYTES / ENCODING_GAIN[encoding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSize:
+    """Conversations that will be used and their tokens (estimated from `num_probed` of them); mean_length: tokens."""
+
+    num_conversations: int
+    num_probed: int
+    mean_length: float
+
+    @property
+    def num_tokens(self) -> int:
+        return round(self.num_conversations * self.mean_length)
+
+
+def data_size(conversations: Path | str, tokenizer, max_samples: int | None, max_length: int,
+              num_probes: int = 200) -> DataSize:
+    """How much there is to extract, from `num_probes` conversations spread over the file.
+
+    Conversations that the preparation would refuse (too long, or without a usable mask) count neither here nor there.
+    Raises ConversationError for a broken file, or when none of the probes can be used.
+    """
+    total = sum(1 for _ in read_conversations(conversations))
+    step = max(total // num_probes, 1)
+    lengths, num_probed = [], 0
+    for i, conversation in enumerate(read_conversations(conversations)):
+        if i % step:
+            continue
+        num_probed += 1
+        try:
+            length = len(encode_conversation(tokenizer, conversation)[0])
+        except ConversationError:
+            continue  # the preparation refuses it too, and reports it with its reason
+        if length <= max_length:
+            lengths.append(length)
+    if not lengths:
+        raise ConversationError(f"{conversations}: none of {num_probed} conversations looked at can be used with "
+                                f"max_length {max_length}")
+    usable = round(total * len(lengths) / num_probed)
+    return DataSize(num_conversations=usable if max_samples is None else min(usable, max_samples),
+                    num_probed=num_probed, mean_length=sum(lengths) / len(lengths))
+
+
+def resources(data_folder: Path | str, device: str = "cpu") -> Resources:
+    """What this machine has free; `data_folder` need not exist yet."""
+    folder = next(p for p in (Path(data_folder).absolute(), *Path(data_folder).absolute().parents) if p.exists())
+    disk = psutil.disk_usage(str(folder))
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    if device.startswith("cuda"):
+        if not gpus:
+            raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = min([memory.available, *_cgroup_free()]), memory.total
+    return Resources(memory_free=free, memory_total=total, disk_free=disk.free, disk_total=disk.total,
+                     num_cpus=psutil.cpu_count() or 1, gpus=gpus)
+
+
+def _cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Bytes left under a container's own memory limit, if there is one: psutil reports the whole machine's."""
+    limit, used = root / "memory.max", root / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        yield int(limit.read_text()) - int(used.read_text())
+
+
+def disk_table(hidden_size: int, num_aux_layers: int, encoding: str, jobs: Sequence[tuple[str, int]]):
+    """Disk for the states of several jobs (name, tokens) as a pandas DataFrame: tokens and gigabytes."""
+    import pandas as pd
+
+    each = bytes_per_token(hidden_size, num_aux_layers, encoding=encoding)
+    return pd.DataFrame([[name, tokens, round(tokens * each / 1e9, 3)] for name, tokens in jobs],
+                        columns=["job", "tokens", "disk (GB)"]).set_index("job")
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype or the one named so. Raises ValueError for a name that is none."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {dtype!r} is none of PyTorch's; use float32, bfloat16 or float16")
+    return found
