@@ -6,6 +6,7 @@ read from earlier notebooks, and the files that it used or made in the run. A co
 and checkpoints are kept or discarded by their own plan and configuration only.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -208,6 +209,7 @@ def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: 
     from nbclient.exceptions import DeadKernelError
 
     out.parent.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns of annotations that it does not understand
     try:
         with _kernel_environment():
             papermill.execute_notebook(
@@ -255,7 +257,8 @@ def _say(stream: TextIO, text: str) -> None:
 def _kernel_environment() -> Iterator[None]:
     """What the kernels inherit: this package first on the path, this environment's kernel, and who started them."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    values = {PIPELINE_PID: str(os.getpid()), "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": path}
+    values = {PIPELINE_PID: str(os.getpid()), "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": path,
+              "TQDM_DISABLE": "1"}  # other libraries' bars would fill the executed notebooks
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
