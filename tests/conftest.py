@@ -38,3 +38,13 @@ def tiny_llama(tiny_llama_folder) -> Target:
 @pytest.fixture(scope="session")
 def tiny_qwen3_5(tiny_qwen3_5_folder) -> Target:
     return load_target(tiny_qwen3_5_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_talker(tiny_llama_folder) -> Target:
+    """The tiny dense target with a random head of its own, whose greedy text varies: with tied embeddings, random
+    weights only repeat the last token."""
+    target = load_target(tiny_llama_folder)
+    weight = torch.randn(target.head.weight.shape, generator=torch.Generator().manual_seed(3))
+    target.head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return target

@@ -10,7 +10,12 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dflash_lib.conversations.formats import Conversation, parse_conversation, read_conversations
+from dflash_lib.conversations.formats import (
+    Conversation,
+    ConversationError,
+    parse_conversation,
+    read_conversations,
+)
 from dflash_lib.conversations.templates import encode_prompt
 from dflash_lib.files import atomic_path, hash_file, read_json, write_json
 from dflash_lib.progress import Progress
@@ -49,67 +54,87 @@ def answer_batch(target: Target, conversations: list[Conversation], max_new_toke
         prompts = [encode_prompt(target.tokenizer, Conversation(conversations[i].id, so_far[i])) for i in active]
         for i, generation in zip(active, generate_batch(target, prompts, max_new_tokens), strict=True):
             text_ids = [token for token in generation.token_ids if token not in stop]
-            so_far[i].append({"role": "assistant", "content": target.tokenizer.decode(text_ids),
-                              **asdict(generation)})
+            text = target.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            so_far[i].append({"role": "assistant", "content": text, **asdict(generation)})
     return [{"id": c.id, **c.extra, "messages": messages} for c, messages in zip(conversations, so_far, strict=True)]
 
 
 def regenerate(target: Target, source: Path | str, out: Path | str, options: RegenerateOptions) -> dict:
     """Writes `out` (JSONL, in the source's order) and `out` + ".meta.json"; returns the latter's content.
 
-    Resumes from `out` + ".partial" when its settings are the same; raises ValueError when they differ or when `out`
-    is there already.
+    Resumes from `out` + ".partial" when its settings are the same. Batches are a pure function of source and options,
+    so an interrupted job ends with the very file that an uninterrupted one writes. Raises ValueError when the settings
+    differ, when `out` is there already, and for a conversation without a user turn.
     """
     source, out = Path(source), Path(out)
     if out.exists():
         raise ValueError(f"{out}: is there already. Move it away, or choose another name.")
+    out.parent.mkdir(parents=True, exist_ok=True)
     partial, settings_file = Path(f"{out}.partial"), Path(f"{out}.partial.json")
     conversations = [c.user_turns_only() for c in read_conversations(source, options.max_samples, need_assistant=False)]
+    for conversation in conversations:
+        if not any(m["role"] == "user" for m in conversation.messages):
+            raise ConversationError(f"{source}: conversation {conversation.id!r} has no user turn to be answered")
     settings = {"model": target.identity, "source": source.name, "source_sha256": hash_file(source),
                 "decoding": "greedy", "seed": None, **asdict(options)}
-    if settings_file.exists():
-        before = read_json(settings_file)
-        changed = {key: [before.get(key), settings[key]] for key in settings if before.get(key) != settings[key]}
-        if changed:
-            raise ValueError(f"{partial}: begun with other settings: {changed} (before, now). "
-                             "Remove it to start anew.")
+    _check_settings(partial, settings_file, settings)
     write_json(settings_file, settings)
-    done = _read_partial(partial)
-    todo = sorted((c for c in conversations if c.id not in done),
-                  key=lambda c: (len(c.messages), len(c.messages[0]["content"])))
-    with open(partial, "a", encoding="utf-8") as f, \
-            Progress(len(conversations), "regenerate", "conversations", start=len(done)) as progress:
-        for start in range(0, len(todo), options.batch_size):
-            for row in answer_batch(target, todo[start:start + options.batch_size], options.max_new_tokens):
-                f.write(json.dumps(row, ensure_ascii=False) + "\n")
-                done[row["id"]] = row
+    where = _index_partial(partial)
+    by_size = sorted(conversations, key=lambda c: (len(c.messages), len(c.messages[0]["content"])))
+    with open(partial, "ab") as f, \
+            Progress(len(conversations), "regenerate", "conversations", start=len(where)) as progress:
+        for start in range(0, len(by_size), options.batch_size):
+            batch = by_size[start:start + options.batch_size]
+            if all(c.id in where for c in batch):
+                continue
+            for row in answer_batch(target, batch, options.max_new_tokens):
+                if row["id"] not in where:
+                    where[row["id"]] = f.tell()
+                    f.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8"))
             f.flush()
             os.fsync(f.fileno())
-            progress.set(len(done))
-    with atomic_path(out) as path, open(path, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(done[c.id], ensure_ascii=False) + "\n" for c in conversations)
-    turns = [m for c in conversations for m in done[c.id]["messages"] if m["role"] == "assistant"]
-    meta = {**settings, "date": datetime.date.today().isoformat(), "conversations": len(conversations),
-            "assistant_turns": len(turns), "generated_tokens": sum(len(m["token_ids"]) for m in turns),
-            "finished_by_length": sum(m["finish_reason"] == "length" for m in turns)}
-    write_json(f"{out}.meta.json", meta)
+            progress.set(len(where))
+    num_tokens: list[int] = []
+    num_cut = 0
+    with atomic_path(out) as path, open(path, "wb") as f, open(partial, "rb") as rows:
+        for conversation in conversations:
+            rows.seek(where[conversation.id])
+            line = rows.readline()
+            f.write(line)
+            turns = [m for m in json.loads(line)["messages"] if m["role"] == "assistant"]
+            num_tokens += [len(m["token_ids"]) for m in turns]
+            num_cut += sum(m["finish_reason"] == "length" for m in turns)
+        meta = {**settings, "date": datetime.date.today().isoformat(), "conversations": len(conversations),
+                "assistant_turns": len(num_tokens), "generated_tokens": sum(num_tokens), "finished_by_length": num_cut}
+        write_json(f"{out}.meta.json", meta)  # before `out` appears: who finds `out` finds its meta
     partial.unlink()
     settings_file.unlink()
     return meta
 
 
-def _read_partial(path: Path) -> dict[str, dict]:
-    """Finished rows by id. A last line that a kill cut short is dropped from the file."""
+def _check_settings(partial: Path, settings_file: Path, settings: dict) -> None:
+    """Raises ValueError when the partial file was begun with other settings, or with unknown ones."""
+    if not partial.exists():
+        return
+    if not settings_file.exists():
+        raise ValueError(f"{partial}: its settings file {settings_file.name} is missing, so what wrote it is not "
+                         "known. Remove it to start anew.")
+    before = read_json(settings_file)
+    changed = {key: [before.get(key), settings[key]] for key in settings if before.get(key) != settings[key]}
+    if changed:
+        raise ValueError(f"{partial}: begun with other settings: {changed} (before, now). Remove it to start anew.")
+
+
+def _index_partial(path: Path) -> dict[str, int]:
+    """Where each finished row begins, by id. A last line that a kill cut short is dropped from the file."""
     if not path.exists():
         return {}
-    rows, whole = {}, 0
+    where, whole = {}, 0
     with open(path, "rb") as f:
         for line in f:
             if not line.endswith(b"\n"):
                 break
-            row = json.loads(line)
-            parse_conversation(row, f"{path}")
-            rows[row["id"]] = row
+            where[parse_conversation(json.loads(line), f"{path}").id] = whole
             whole += len(line)
     os.truncate(path, whole)
-    return rows
+    return where

@@ -33,12 +33,12 @@ def timeless(records) -> list[tuple]:
 
 @pytest.mark.parametrize("num_new", [1, 2, 9, 14])
 @pytest.mark.parametrize("slot", [1, 2, 3, 10_000])
-def test_the_walk_is_what_decoding_does(talker, num_new, slot):
-    text = PROMPT + greedy_generate(talker, PROMPT, num_new).token_ids
+def test_the_walk_is_what_decoding_does(tiny_talker, num_new, slot):
+    text = PROMPT + greedy_generate(tiny_talker, PROMPT, num_new).token_ids
     proposer = Scripted(text, lambda n: 1 + (n + slot) % slot if slot < 10 else slot)
-    real = speculative_generate(talker, proposer, PROMPT, num_new, 4, LAYER_IDS)
+    real = speculative_generate(tiny_talker, proposer, PROMPT, num_new, 4, LAYER_IDS)
     handed = list(proposer.states) if num_new > 1 else []
-    states = capture_batch(talker, [text], LAYER_IDS, last=False)[0].aux_hidden_states
+    states = capture_batch(tiny_talker, [text], LAYER_IDS, last=False)[0].aux_hidden_states
     walked = walk_acceptance(proposer, text, len(PROMPT), states, 4)
     assert timeless(walked) == timeless(real.steps)
     assert len(proposer.states) == len(handed)
@@ -46,15 +46,15 @@ def test_the_walk_is_what_decoding_does(talker, num_new, slot):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_walk_ends_at_the_end_of_turn_as_decoding_does(talker, monkeypatch):
-    answer = greedy_generate(talker, PROMPT, 12).token_ids
-    monkeypatch.setattr(talker.model.generation_config, "eos_token_id", answer[7])
-    answer = greedy_generate(talker, PROMPT, 12).token_ids
+def test_the_walk_ends_at_the_end_of_turn_as_decoding_does(tiny_talker, monkeypatch):
+    answer = greedy_generate(tiny_talker, PROMPT, 12).token_ids
+    monkeypatch.setattr(tiny_talker.model.generation_config, "eos_token_id", answer[7])
+    answer = greedy_generate(tiny_talker, PROMPT, 12).token_ids
     text = PROMPT + answer
     states = torch.zeros(len(text) - 1, 3, 64)  # those of the last token are not needed
     for slot in (1, 2, 3, 4, 10_000):
         proposer = Scripted(text, lambda n, slot=slot: slot)
-        real = speculative_generate(talker, proposer, PROMPT, 12, 5, LAYER_IDS)
+        real = speculative_generate(tiny_talker, proposer, PROMPT, 12, 5, LAYER_IDS)
         assert real.token_ids == answer
         assert timeless(walk_acceptance(proposer, text, len(PROMPT), states, 5)) == timeless(real.steps)
 
