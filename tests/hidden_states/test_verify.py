@@ -1,0 +1,107 @@
+"""verify: a sound store passes, and each planted fault is found under its name."""
+
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+from dflash_lib.hidden_states.schema import AUX, ENCODINGS, LAST, StoreError, read_raw, shard_name, write_raw
+from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.hidden_states.verify import NAMES, require_verified, verify_store
+from tests.hidden_states.rows import make_prepared, make_store
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_llama):
+    return make_prepared(tiny_llama)
+
+
+@pytest.fixture(scope="module", params=ENCODINGS)
+def made(request, tiny_llama, prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states") / "store"
+    make_store(folder, tiny_llama, prepared, encoding=request.param)
+    return folder
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    shutil.copytree(made, tmp_path / "store")
+    return tmp_path / "store"
+
+
+def failed(folder, prepared) -> dict[str, tuple[int, str]]:
+    with HiddenStateStore.open(folder) as store:
+        checks = verify_store(store, prepared)
+    assert [check.name for check in checks] == NAMES
+    return {check.name: (check.num_faults, check.first_fault) for check in checks if not check.ok}
+
+
+def test_a_sound_store_passes(made, prepared):
+    seen = []
+    with HiddenStateStore.open(made) as store:
+        checks = verify_store(store, prepared, seen.append)
+        require_verified(checks)
+    assert all(check.ok for check in checks) and seen[-1] == prepared.num_tokens
+
+
+def test_other_rows_are_refused(made, tiny_llama):
+    with HiddenStateStore.open(made) as store, pytest.raises(StoreError, match="data.fingerprint"):
+        verify_store(store, make_prepared(tiny_llama, seed=1))
+
+
+def test_a_flipped_byte_in_the_data_is_found(copied, prepared):
+    path = copied / shard_name(1)
+    with h5py.File(path) as file:
+        chunk = file[AUX].id.get_chunk_info(0)
+    raw = bytearray(path.read_bytes())
+    raw[chunk.byte_offset + chunk.size // 2] ^= 4
+    path.write_bytes(raw)
+    num, text = failed(copied, prepared)["checksums"]
+    assert num >= 1 and "shard-00001.h5" in text
+    with HiddenStateStore.open(copied) as store, pytest.raises(StoreError, match="checksums"):
+        require_verified(verify_store(store, prepared))
+
+
+@pytest.mark.parametrize("dataset", [AUX, LAST])
+@pytest.mark.parametrize("value, name", [(0x7FC0, "values not finite"), (0xFF80, "values not finite"),
+                                         (0x0000, "rows all zero"), (0x8000, "rows all zero")])
+def test_nan_infinity_and_zero_rows_are_found_with_their_place(copied, prepared, dataset, value, name):
+    with HiddenStateStore.open(copied) as store:
+        content = store.shards[0]
+    with h5py.File(copied / shard_name(0), "r+") as file:
+        row = int(content.offsets[2]) + 1
+        raw = read_raw(file[dataset], row, row + 1)
+        raw[..., :] = value
+        write_raw(file[dataset], row, raw)
+    found = failed(copied, prepared)
+    assert set(found) == {name, "checksums"}
+    assert f"{dataset}, sample {content.sample_index[2]}, token 1" in found[name][1]
+    assert found[name][0] == (raw.size if "finite" in name else raw[..., 0].size)
+
+
+def test_a_changed_token_and_mask_are_found(copied, prepared):
+    with h5py.File(copied / shard_name(0), "r+") as file:
+        file["input_ids"][3] += 1
+        file["loss_mask"][5] ^= 1
+    found = failed(copied, prepared)
+    assert set(found) == {"token ids", "loss mask", "checksums"} and found["checksums"][0] == 2
+    assert found["token ids"][0] == found["loss mask"][0] == 1
+
+
+def test_samples_that_are_missing_or_quarantined_are_counted(copied, prepared):
+    with h5py.File(copied / shard_name(2), "r+") as file:
+        gone = file["sample_index"][:]
+        file.attrs["quarantined"] = np.bytes_(f'[{{"sample_index": {gone[0]}, "reason": "3 rows all zero"}}]')
+    assert failed(copied, prepared) == {"samples quarantined": (1, f"sample {gone[0]}: 3 rows all zero")}
+    (copied / shard_name(2)).unlink()
+    with HiddenStateStore.open(copied, allow_incomplete=True) as store:
+        checks = {check.name: check.num_faults for check in verify_store(store, prepared)}
+    assert checks["samples missing"] == len(gone) and sum(checks.values()) == len(gone)
+
+
+def test_last_states_that_are_missing_are_found(copied, prepared):
+    with h5py.File(copied / shard_name(0), "r+") as file:
+        num_tokens = file[LAST].shape[0]
+        del file[LAST]
+    assert failed(copied, prepared) == {"last-state rows missing": (num_tokens, "shard-00000.h5")}
