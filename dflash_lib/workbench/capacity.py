@@ -179,11 +179,11 @@ def _cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
 
 
 def disk_table(hidden_size: int, num_aux_layers: int, encoding: str, jobs: Sequence[tuple[str, int]]):
-    """Disk for the states of several jobs (name, tokens) as a pandas DataFrame: tokens and gigabytes."""
+    """Disk for the states of several jobs (name, tokens) as a pandas DataFrame of text: tokens and gigabytes."""
     import pandas as pd
 
     each = bytes_per_token(hidden_size, num_aux_layers, encoding=encoding)
-    return pd.DataFrame([[name, tokens, round(tokens * each / 1e9, 3)] for name, tokens in jobs],
+    return pd.DataFrame([[name, f"{tokens:,}", f"{tokens * each / 1e9:,.4g}"] for name, tokens in jobs],
                         columns=["job", "tokens", "disk (GB)"]).set_index("job")
 
 

@@ -1,0 +1,96 @@
+import subprocess
+import sys
+
+import pytest
+
+from dflash_lib import __main__ as command
+from dflash_lib.workbench.pipeline import PipelineResult, Stage
+from dflash_lib.workbench.runs import REPOSITORY, open_run, write_params
+from tests.workbench.fake_notebooks import finishing, opening, write_notebook
+from tests.workbench.fake_notebooks import write_params as write_job
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """One fake notebook in place of the repository's; returns the folder with job.yaml."""
+    write_notebook(tmp_path / "notebooks", "01_a", "y: int = 1\n", opening("01_a", "y"), "run.check('small', y, 5)",
+                   finishing("{'y': y}"))
+    write_job(tmp_path)
+    options = command.PipelineOptions
+    monkeypatch.setattr(command, "PipelineOptions", lambda **k: options(**k, notebooks_dir=tmp_path / "notebooks"))
+    return tmp_path
+
+
+def call(*arguments):
+    return command.main([str(argument) for argument in arguments])
+
+
+def test_run_ends_with_a_table_and_the_reports_path(job, capsys):
+    assert call("run", job / "job.yaml", "--runs-dir", job / "runs", "--run-id", "first") == 0
+    printed = capsys.readouterr().out
+    assert f"report: {job}/runs/first/report/index.html" in printed
+    assert (job / "runs" / "first" / "report" / "01_a.html").is_file()
+    row = next(line for line in printed.splitlines() if line.startswith("01_a "))
+    assert row.split()[1:3] == ["passed", "1/1"] and row.endswith("So.")
+
+
+def test_a_failing_check_exits_1_and_is_told_last(job, capsys):
+    write_job(job, y=9)
+    assert call("run", job / "job.yaml", "--runs-dir", job / "runs") == 1
+    caught = capsys.readouterr()
+    assert "01_a: 1 of 1 checks failed" in caught.err and "small: measured 9, must be <= 5" in caught.err
+    assert "report: " in caught.out, "the report is built for a failed run too"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["run", "none.yaml"], "none.yaml: no such parameter file"),
+    (["report", "nowhere"], "nowhere: no params.yaml"),
+    (["regenerate", "a.jsonl", "b.jsonl", "--model", "nowhere"], "nowhere: no such model folder"),
+])
+def test_user_errors_are_one_line_and_exit_2(arguments, message, capsys):
+    assert call(*arguments) == 2
+    caught = capsys.readouterr()
+    assert message in caught.err and caught.err.startswith("error: ") and "Traceback" not in caught.err
+
+
+def test_a_misspelled_key_in_the_shell(tmp_path):
+    """The whole way: interpreter, real notebooks' declarations, exit code."""
+    (tmp_path / "job.yaml").write_text("max_sampels: 3\n")
+    done = subprocess.run([sys.executable, "-m", "dflash_lib", "run", str(tmp_path / "job.yaml")], cwd=REPOSITORY,
+                          capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "no notebook declares the parameter 'max_sampels'; did you mean 'max_samples'?" in done.stderr
+
+
+def test_bad_usage_exits_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        call("train")
+    assert caught.value.code == 2
+
+
+def test_interruption_exits_130(monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_pipeline", interrupt)
+    assert call("run", "job.yaml") == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+def test_summary_table_of_stages_that_did_not_run(tmp_path):
+    write_params(tmp_path, {})
+    run = open_run(__notebook_name__="01_a", run_dir=str(tmp_path))
+    run.finish(question="q", outcome="Fine.")
+    table = command.summary_table(PipelineResult(tmp_path, [Stage("01_a", "current"), Stage("02_b", "not run")]))
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["01_a", "current", "0/0", "0", "Fine."], ["02_b", "not", "run", "-", "0", "-"]]
+
+
+def test_regenerate_writes_conversations(tiny_llama_folder, tmp_path, capsys):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"id": "a", "messages": [{"role": "user", "content": "What is rain?"}]}\n')
+    arguments = ["regenerate", source, tmp_path / "out.jsonl", "--model", tiny_llama_folder, "--max-new-tokens", "4"]
+    assert call(*arguments) == 0
+    assert '"assistant"' in (tmp_path / "out.jsonl").read_text()
+    assert "1 conversations" in capsys.readouterr().out
+    assert call(*arguments) == 2, "the destination is there already"
