@@ -62,14 +62,22 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
     return np.divide(sums[..., 0], sums[..., 1], out=np.full(sums.shape[:-1], np.nan), where=sums[..., 1] > 0)
 
 
+def ratio_interval(values: np.ndarray, level: float = 0.95, num_resamples: int = NUM_RESAMPLES,
+                   seed: int = 0) -> Interval:
+    """sum(values[:, 0]) / sum(values[:, 1]) with the percentile bootstrap interval of whole rows drawn anew.
+
+    values: [prompts, 2].
+    """
+    return _interval(_ratio(values.sum(axis=0)), _ratio(_resampled(values, num_resamples, seed)), level)
+
+
 def acceptance_interval(steps_by_prompt: Sequence[Sequence[Step]], level: float = 0.95,
                         num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Interval:
     """Acceptance length over all steps, with the percentile bootstrap interval of whole prompts drawn anew.
 
     Prompts are drawn, not steps, because steps of one answer are alike; the estimate is a ratio of sums.
     """
-    counts = _counts(steps_by_prompt)
-    return _interval(_ratio(counts.sum(axis=0)), _ratio(_resampled(counts, num_resamples, seed)), level)
+    return ratio_interval(_counts(steps_by_prompt), level, num_resamples, seed)
 
 
 def acceptance_difference(steps_by_prompt: Sequence[Sequence[Step]], baseline: Sequence[Sequence[Step]],

@@ -1,0 +1,156 @@
+"""Evaluation: prompts, walks of all proposers, real decoding side by side."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_lib.conversations.formats import Conversation, ConversationError
+from dflash_lib.conversations.templates import encode_prompt
+from dflash_lib.decoding.acceptance import Interval, acceptance_length, walk_acceptance
+from dflash_lib.decoding.baselines import BigramProposer
+from dflash_lib.decoding.evaluation import (
+    EvalPrompt,
+    SideBySide,
+    answer_prompts,
+    block_lengths,
+    decode_side_by_side,
+    read_prompts,
+    speed_of,
+    walk_baselines,
+    walk_block_sizes,
+)
+from dflash_lib.decoding.speculative import Decoded, SpeculativeDecoded, Step, greedy_generate
+from dflash_lib.target.capture import capture_batch
+
+LAYER_IDS = [1, 2, 4]
+PROMPTS = [EvalPrompt("a", "facts", "A", [1, 90, 55]), EvalPrompt("b", "lists", "B", [1, 90, 55, 200, 31, 8, 77]),
+           EvalPrompt("c", "facts", "C", [300, 12])]
+
+
+class FromStates:
+    """Drafts that depend on every state handed over, position by position; shorter drafts begin longer ones."""
+
+    name = "from states"
+
+    def begin(self):
+        self.sum, self.num = 0.0, 0
+
+    def extend(self, token_ids, states):
+        self.sum += float((states.sum(dim=(1, 2)) * (1 + torch.arange(self.num, self.num + len(token_ids)))).sum())
+        self.num += len(token_ids)
+
+    def propose(self, anchor, num_tokens):
+        rng = np.random.default_rng(int(abs(self.sum) * 10) % 1000)
+        return [int(t) for t in rng.choice([141, 203, 312, 314, 89], 20)[:num_tokens]]
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_talker):
+    return answer_prompts(tiny_talker, PROMPTS, 10, LAYER_IDS)
+
+
+def test_prompts(tiny_llama, tmp_path):
+    path = tmp_path / "p.jsonl"
+    turns = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "x"), ("user", "And"))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in (
+        {"id": "a", "kind": "facts", "messages": turns[:1]}, {"id": "b", "messages": turns}, {"messages": turns[:2]})))
+    first, second = read_prompts(path, tiny_llama.tokenizer, 2)
+    assert (first.id, first.kind, first.text, second.text, second.kind) == ("a", "facts", "Hi", "Hi\nAnd", "")
+    assert second.token_ids == encode_prompt(tiny_llama.tokenizer, Conversation("b", turns))
+    with pytest.raises(ConversationError, match="'line-3' does not end with a user turn"):
+        read_prompts(path, tiny_llama.tokenizer)
+
+
+def test_answers_and_their_states(tiny_talker, answers):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.prompt is prompt
+        assert answer.token_ids == greedy_generate(tiny_talker, prompt.token_ids, 10).token_ids
+        alone = capture_batch(tiny_talker, [answer.text_ids], LAYER_IDS, last=False)[0].aux_hidden_states
+        torch.testing.assert_close(answer.states, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_every_block_size_is_walked(answers):
+    walks = walk_block_sizes(FromStates(), answers, 5)
+    assert list(walks) == [2, 3, 4, 5]
+    for size, walk in walks.items():
+        for answer, steps in zip(answers, walk, strict=True):
+            prompt_len = len(answer.prompt.token_ids)
+            assert steps == walk_acceptance(FromStates(), answer.text_ids, prompt_len, answer.states, size)
+
+
+def test_baselines_see_what_their_names_say(answers):
+    seen = {}
+
+    class Recorder(FromStates):
+        def begin(self):
+            super().begin()
+            self.all = []
+            seen.setdefault("runs", []).append(self.all)
+
+        def extend(self, token_ids, states):
+            self.all.append(states)
+
+    walks = walk_baselines(Recorder(), BigramProposer(np.arange(384)), answers, 4)
+    assert list(walks) == ["bigram table", "prompt look-up", "zeroed states", "another sample's states"]
+    assert all(len(walk) == 3 for walk in walks.values())
+    for run in seen["runs"][:3]:
+        assert not torch.cat(run).any()
+    for i, run in enumerate(seen["runs"][3:]):
+        handed, other = torch.cat(run), answers[(i + 1) % 3].states
+        num = min(len(handed), len(other))
+        assert torch.equal(handed[:num], other[:num])
+    bigram = acceptance_length([s for steps in walks["bigram table"] for s in steps])
+    repeated = sum(a == b for answer in answers for a, b in zip(answer.token_ids, answer.token_ids[1:], strict=False))
+    assert (bigram > 1) == (repeated > 0)
+    with pytest.raises(ValueError, match="at least two prompts"):
+        walk_baselines(Recorder(), BigramProposer(np.arange(384)), answers[:1], 4)
+
+
+def test_side_by_side(tiny_talker, answers):
+    done = []
+    results = decode_side_by_side(tiny_talker, FromStates(), PROMPTS, 10, [3, 5], LAYER_IDS, done.append)
+    assert done == [1, 2, 3]
+    walks = walk_block_sizes(FromStates(), answers, 5)
+    for i, (result, answer) in enumerate(zip(results, answers, strict=True)):
+        assert result.prompt is PROMPTS[i] and list(result.speculative) == [3, 5]
+        assert result.plain.token_ids == answer.token_ids
+        for decoded in result.speculative.values():
+            assert decoded.token_ids == answer.token_ids
+    for size in (3, 5):
+        speed = speed_of(results, size)
+        assert (speed.block_size, speed.num_prompts, speed.num_identical) == (size, 3, 3)
+        assert speed.speedup.low <= speed.speedup.value <= speed.speedup.high
+        steps = [step for r in results for step in r.speculative[size].steps]
+        assert speed.acceptance_length == acceptance_length(steps)
+    assert len(walks[3]) == 3
+
+
+def decoded(num_tokens, seconds, prefill, steps=None, tokens=None):
+    tokens = tokens or list(range(num_tokens))
+    if steps is None:
+        return Decoded(tokens, "length", seconds, prefill)
+    return SpeculativeDecoded(tokens, "length", seconds, prefill, steps)
+
+
+def test_speed_by_hand():
+    steps = [Step(5, 3, 1, 2, 0.2, 0.05)] * 5
+    results = [SideBySide(PROMPTS[0], decoded(11, 11.0, 1.0), {4: decoded(11, 4.0, 1.0, steps)}),
+               SideBySide(PROMPTS[1], decoded(11, 11.0, 1.0),
+                          {4: decoded(11, 4.0, 1.0, steps, tokens=[9] * 11)})]
+    speed = speed_of(results, 4)
+    assert (speed.num_identical, speed.acceptance_length) == (1, 2.0)
+    assert (speed.tokens_per_second, speed.plain_tokens_per_second) == (22 / 8, 1.0)
+    assert speed.speedup == Interval(2.75, 2.75, 2.75)
+    assert (speed.plain_step_s, speed.step_s) == (1.0, pytest.approx(0.6))
+    assert (speed.verify_s, speed.draft_s) == (pytest.approx(0.2), pytest.approx(0.05))
+    assert speed.break_even == pytest.approx(0.6)
+
+
+def test_block_lengths_by_hand():
+    walks = {3: [[Step(0, 2, 2, 3)], [Step(0, 2, 0, 1)]], 2: [[Step(0, 1, 0, 1), Step(1, 1, 1, 2)], []]}
+    two, three = block_lengths(walks, {1: 0.1, 2: 0.11, 3: 0.13}, 0.02)
+    assert (two.block_size, two.acceptance_length, two.break_even) == (2, 1.5, pytest.approx(1.3))
+    assert (three.block_size, three.acceptance_length, three.break_even) == (3, 2.0, pytest.approx(1.5))
+    assert three.speedup == pytest.approx(2 / 1.5)
