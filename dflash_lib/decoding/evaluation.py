@@ -4,9 +4,11 @@ The target's greedy answers are written once, batched; proposers are then walked
 and cheap). Speed is measured by decoding for real, with and without drafter, prompt by prompt in turns.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +29,7 @@ from dflash_lib.decoding.speculative import (
     SpeculativeDecoded,
     Step,
     greedy_generate,
+    measure_verify_seconds,
     speculative_generate,
 )
 from dflash_lib.drafter.inference import Proposer
@@ -202,6 +205,34 @@ def speed_of(results: Sequence[SideBySide], block_size: int) -> Speed:
         step_s=sum(d.decode_seconds for d in drafted) / len(steps),
         verify_s=sum(d.verify_seconds for d in drafted) / len(steps),
         draft_s=sum(d.draft_seconds for d in drafted) / len(steps))
+
+
+def record(result: SideBySide, block_size: int) -> dict[str, Any]:
+    """What a comparison with a server needs of one prompt, JSON-able: tokens asked and answered, steps."""
+    decoded = result.speculative[block_size]
+    return {"id": result.prompt.id, "kind": result.prompt.kind, "prompt_ids": result.prompt.token_ids,
+            "token_ids": decoded.token_ids, "finish_reason": decoded.finish_reason,
+            "accepted": [step.accepted for step in decoded.steps], "num_new": [step.num_new for step in decoded.steps]}
+
+
+def measure_step_seconds(target: Target, proposer: Proposer, answer: Answer, block_size: int,
+                         num_repeats: int = 8) -> tuple[dict[int, float], float]:
+    """Seconds of a target forward over n tokens behind a text, for n = 1 to `block_size`, and of one draft.
+
+    Medians; the draft contains the taking in of one confirmed token.
+    """
+    text = answer.text_ids
+    verify = measure_verify_seconds(target, text, range(1, block_size + 1), num_repeats)
+    start = max(1, len(text) - num_repeats - 1)
+    proposer.begin()
+    proposer.extend(text[:start], answer.states[:start])
+    seconds = []
+    for at in range(start, len(text) - 1):
+        begin = time.perf_counter()
+        proposer.extend(text[at:at + 1], answer.states[at:at + 1])
+        proposer.propose(text[at + 1], block_size - 1)
+        seconds.append(time.perf_counter() - begin)
+    return verify, sorted(seconds)[len(seconds) // 2]
 
 
 @dataclass(frozen=True)
