@@ -192,11 +192,26 @@ def why_stale(folder: Path, name: str, key: dict[str, Any]) -> str:
         theirs = load_record(folder, other)
         if theirs is None or hash_value(theirs["results"]) != before:
             return f"the results of {other} changed"
+    rewritten = _written_later(folder, name)
     for path, before in record["files"].items():
         now = file_signature(Path(path))
-        if any(now.get(file) != signature for file, signature in before.items()):
-            return f"{path} changed"
+        for file, signature in before.items():
+            if now.get(file) != signature and (now.get(file) is None
+                                               or rewritten.get(str(Path(path) / file)) != now[file]):
+                return f"{path} changed"
     return ""
+
+
+def _written_later(folder: Path, name: str) -> dict[str, list[int]]:
+    """Files that later notebooks wrote, with their signatures: an export below the drafter's folder is no change of
+    what the training left there."""
+    found = {}
+    for path in sorted((folder / "results").glob("*.json")):
+        record = read_json(path) if path.stem > name else {"files": {}, "written": []}
+        for touched, signatures in record["files"].items():
+            found |= {file: signature for part, signature in signatures.items()
+                      if (file := str(Path(touched) / part)) in record["written"]}
+    return found
 
 
 def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: TextIO) -> str:

@@ -78,7 +78,7 @@ class Run:
         self.repository = REPOSITORY
         self.checks: list[Check] = []
         self.figures: list[dict[str, str]] = []
-        self.began = time.monotonic()
+        self.began, self.began_ns = time.monotonic(), time.time_ns()
         self._touched: set[Path] = set()
         self._read_results: dict[str, str] = {}
 
@@ -160,6 +160,9 @@ class Run:
             raise ValueError(f"headline_figure {headline_figure!r} was not saved; saved: "
                              f"{[f['name'] for f in self.figures]}")
         results = to_json(results or {}, "results")
+        files = {str(path): file_signature(path) for path in sorted(self._touched)}
+        written = [str(Path(path) / file) for path, signature in files.items()
+                   for file, (_, mtime_ns) in signature.items() if mtime_ns >= self.began_ns]
         failed = [check for check in self.checks if not check.passed]
         write_json(self.folder / "results" / f"{self.notebook}.json", {
             "notebook": self.notebook, "passed": not failed, "question": question, "outcome": outcome,
@@ -167,8 +170,7 @@ class Run:
             "results": results, "parameters": self.params, "differences": self.differences,
             "seconds": round(time.monotonic() - self.began, 2),
             "finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "read_results": self._read_results,
-            "files": {str(path): file_signature(path) for path in sorted(self._touched)},
+            "read_results": self._read_results, "files": files, "written": written,
         })
         if failed:
             raise CheckFailed(f"{self.notebook}: {len(failed)} of {len(self.checks)} checks failed: "

