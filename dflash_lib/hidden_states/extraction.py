@@ -122,7 +122,7 @@ def extract_shard(target: Target, prepared: PreparedRows, plan: ExtractionPlan, 
     with ShardWriter(store, plan, shard) as writer:
         for batch in plan.shards[shard]:
             rows = [prepared.row(index) for index in batch]
-            samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids, last=plan.last)
+            samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids, plan.last, torch.bfloat16)
             for index, (ids, mask), sample in zip(batch, rows, samples, strict=True):
                 writer.add(index, ids, mask, sample)
             if on_tokens is not None:

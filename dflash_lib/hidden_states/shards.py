@@ -144,15 +144,15 @@ class ShardWriter:
 
     def add(self, sample_index: int, input_ids: np.ndarray, loss_mask: np.ndarray, sample: CapturedSample) -> None:
         """Appends one sample: input_ids int32 [T], loss_mask uint8 [T], its captured states of any float dtype."""
-        bad = find_bad_rows(sample.aux_hidden_states)
-        if not bad and self.last is not None:
-            bad = find_bad_rows(sample.last_hidden_state_prenorm)
+        aux = to_raw(sample.aux_hidden_states)
+        last = to_raw(sample.last_hidden_state_prenorm) if self.last is not None else None
+        bad = find_bad_rows(aux) or (find_bad_rows(last) if last is not None else "")
         if bad:
             self.quarantined.append({"sample_index": sample_index, "reason": bad})
             return
-        self.aux.append(to_raw(sample.aux_hidden_states))
-        if self.last is not None:
-            self.last.append(to_raw(sample.last_hidden_state_prenorm))
+        self.aux.append(aux)
+        if last is not None:
+            self.last.append(last)
         self.guard.check()
         self.input_ids.append(input_ids)
         self.loss_mask.append(loss_mask)

@@ -9,11 +9,18 @@ import h5py
 import numpy as np
 
 from dflash_lib.conversations.prepare import PreparedRows
-from dflash_lib.hidden_states.schema import AUX, LAST, SMALL, StoreError, get_attribute, read_raw, shard_name
+from dflash_lib.hidden_states.schema import (
+    AUX,
+    INFINITE,
+    LAST,
+    SMALL,
+    StoreError,
+    get_attribute,
+    read_raw,
+    row_magnitudes,
+    shard_name,
+)
 from dflash_lib.hidden_states.store import HiddenStateStore
-
-INFINITE = np.uint16(0x7F80)  # all exponent bits set: infinity or NaN
-SIGNLESS = np.uint16(0x7FFF)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class _Faults:
             self.first[name] = text
 
 
-NAMES = ["checksums", "samples missing", "samples quarantined", "token ids", "loss mask", "values not finite",
+NAMES = ["checksums", "samples missing", "samples quarantined", "token ids", "loss mask", "rows not finite",
          "rows all zero", "last-state rows missing"]
 
 
@@ -113,10 +120,8 @@ def _verify_states(dataset: h5py.Dataset, content, where: str, faults: _Faults) 
     for start in range(0, dataset.shape[0], step):
         raw = read_raw(dataset, start, min(start + step, dataset.shape[0]))  # [n, L, H] or [n, H]
         digest.update(raw)
-        magnitude = raw & SIGNLESS
-        infinite = magnitude >= INFINITE
-        zero = ~magnitude.any(axis=-1)
-        for name, bad in (("values not finite", infinite), ("rows all zero", zero)):
+        magnitudes = row_magnitudes(raw)
+        for name, bad in (("rows not finite", magnitudes >= INFINITE), ("rows all zero", magnitudes == 0)):
             if bad.any():
                 token = start + int(np.argwhere(bad)[0][0])
                 row = int(np.searchsorted(content.offsets, token, side="right")) - 1

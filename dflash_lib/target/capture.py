@@ -103,8 +103,8 @@ class HiddenStateTap:
 
 @dataclass(frozen=True)
 class CapturedSample:
-    """aux_hidden_states: [T, L, H]; last_hidden_state_prenorm: [T, H], or None when it was not asked for. Both in the
-    model's dtype, on its device."""
+    """aux_hidden_states: [T, L, H]; last_hidden_state_prenorm: [T, H], or None when it was not asked for. Both on the
+    model's device."""
 
     aux_hidden_states: Tensor
     last_hidden_state_prenorm: Tensor | None
@@ -112,13 +112,13 @@ class CapturedSample:
 
 @torch.no_grad()
 def capture_batch(target: Target, rows: Sequence[Sequence[int]], layer_ids: Sequence[int],
-                  last: bool = True) -> list[CapturedSample]:
+                  last: bool = True, dtype: torch.dtype | None = None) -> list[CapturedSample]:
     """Runs token rows through the target as one right-padded batch and returns each row's states without the padding.
 
     No attention mask is passed: padding stands behind every real token, and attention and Gated DeltaNet both look
     back only, so no real token can see it (and attention stays on its fast causal path). The decoder is called without
-    the head, and stops after the last layer that is needed. Raises TargetError for an empty batch or row and for
-    token ids outside the vocabulary.
+    the head, and stops after the last layer that is needed. dtype: what the states are cast to (None = as computed).
+    Raises TargetError for an empty batch or row and for token ids outside the vocabulary.
     """
     if not rows or not all(len(row) for row in rows):
         raise TargetError("capture: a batch needs at least one row and every row at least one token")
@@ -132,6 +132,8 @@ def capture_batch(target: Target, rows: Sequence[Sequence[int]], layer_ids: Sequ
     with HiddenStateTap(target, layer_ids, last=last, stop_early=True) as tap:
         target.decoder(input_ids=input_ids.to(target.device), use_cache=False)
     aux, final = tap.aux, tap.last if last else None
+    if dtype is not None:
+        aux, final = aux.to(dtype), None if final is None else final.to(dtype)
     return [CapturedSample(aux[i, :len(row)], None if final is None else final[i, :len(row)])
             for i, row in enumerate(rows)]
 

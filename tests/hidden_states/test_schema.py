@@ -65,9 +65,12 @@ def test_chunks_are_whole_rows_of_about_two_mebibytes(tmp_path):
 
 def test_bad_rows_are_named():
     states = torch.ones(4, 2, 8)
-    assert find_bad_rows(states) == ""
+    assert find_bad_rows(to_raw(states)) == ""
     states[1, 0] = 0
     states[2, 1, 3] = 0  # a zero inside a row is nothing to worry about
-    assert find_bad_rows(states) == "1 of 8 rows all zero"
-    states[3, 1, 0] = float("nan")
-    assert find_bad_rows(states) == "1 values that are not finite"
+    assert find_bad_rows(to_raw(states)) == "1 of 8 rows all zero"
+    for bad in (float("nan"), float("inf"), -float("inf"), -float("nan")):
+        states[3, 1, 0] = bad
+        assert find_bad_rows(to_raw(states)) == "1 of 8 rows not finite"
+    states[3, 1, 0] = -3.3e38  # large, negative, finite
+    assert find_bad_rows(to_raw(states)) == "1 of 8 rows all zero"
