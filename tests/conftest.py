@@ -1,4 +1,4 @@
-"""Shared by all tests: offline, two threads, tiny random targets."""
+"""Shared by all tests: offline, one thread, tiny random targets."""
 
 import os
 
@@ -13,7 +13,7 @@ import torch  # noqa: E402
 from dflash_lib.target.loading import Target, load_target  # noqa: E402
 from tests.tiny import make_tiny_target  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the models are tiny: a second thread only waits
 DATA = Path(__file__).parent / "data"
 REPOSITORY = Path(__file__).parent.parent
 

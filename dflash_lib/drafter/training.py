@@ -5,6 +5,7 @@ weights, bit for bit, because batches are a pure function of seed and step. `log
 validation; on resume it is cut back to the checkpoint, so no step stands in it twice.
 """
 
+import io
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from dflash_lib.drafter.warm_start import warm_start
 from dflash_lib.files import hash_value, read_json, write_json, write_text
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.launch import report_progress, run_torchrun, run_worker
+from dflash_lib.progress import Progress
 from dflash_lib.target.generate import stop_token_ids
 from dflash_lib.target.loading import Target, load_target
 
@@ -98,7 +100,7 @@ class Trainer:
     """One training job in `folder`: checkpoints/, log.jsonl, job.json and, at the end, best/ and last/."""
 
     def __init__(self, store: HiddenStateStore, target: Target, folder: Path, options: TrainOptions):
-        check_store_fits(store, target)
+        store.require(target=target.identity)
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         vocab = None
@@ -210,7 +212,7 @@ class Trainer:
         """Writes the evaluated weights as a drafter folder."""
         save_drafter(self.folder / name, TrainedDrafter(
             self.evaluated_network(), self.ends.draft_vocab, self.identity,
-            {"step": step, "options": asdict(self.options), "store": self.store.plan_hash}))
+            {"step": step, "options": asdict(self.options), "store": self.store.plan.hash}))
 
     def save(self) -> None:
         """Writes a checkpoint."""
@@ -225,16 +227,6 @@ class Trainer:
             restore_tensors(tensors, self.network, self.averaged, self.optimizer)
             self.step, self.best, self.seconds = meta["step"], meta["best"], meta["seconds"]
         cut_log(self.folder / "log.jsonl", self.step if newest is not None else -1)
-
-
-def check_store_fits(store: HiddenStateStore, target: Target) -> None:
-    """Raises TrainingError unless the store's states are this target's (weights and tokenizer)."""
-    theirs = store.target_identity
-    differs = {key: (theirs.get(key), target.identity[key]) for key in ("weights", "tokenizer")
-               if theirs.get(key) != target.identity[key]}
-    if differs:
-        raise TrainingError(f"{store.folder}: its states are of another target, {theirs.get('name')}, not "
-                            f"{target.identity['name']}: {differs} (store's, target's)")
 
 
 def cut_log(path: Path, step: int) -> None:
@@ -276,15 +268,23 @@ def open_job(folder: Path | str, job: dict[str, Any]) -> str:
 
 
 def start_training(folder: Path | str, *, store: Path | str, model: Path | str, dtype: str, device: str, threads: int,
-                   options: TrainOptions, on_progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+                   options: TrainOptions, show: bool = True) -> dict[str, Any]:
     """Trains in `folder` through torchrun, or goes on where a stopped run ended; returns the summary, with `job` saying
-    which: "new", "continues" or "finished". Raises LaunchError with the worker's traceback when it fails."""
+    which: "new", "continues" or "finished". show: print a progress line. Raises LaunchError with the worker's traceback
+    when it fails."""
     folder = Path(folder)
     state = open_job(folder, {
         "store": str(Path(store).resolve()), "model": str(Path(model).resolve()), "dtype": dtype, "device": device,
         "threads": threads, "options": asdict(options)})
     if state != "finished":
-        run_torchrun("dflash_lib.drafter.training", [str(folder / "job.json")], 1, folder / "logs", threads, on_progress)
+        with Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress:
+
+            def follow(row: dict[str, Any]) -> None:
+                note = f"validation acceptance {row['validation']['acceptance_length']:.3f}" if "validation" in row else ""
+                progress.set(row["step"], note)
+
+            run_torchrun("dflash_lib.drafter.training", [str((folder / "job.json").resolve())], 1, folder / "logs",
+                         threads, follow)
     return {**read_json(folder / "summary.json"), "job": state}
 
 

@@ -1,0 +1,215 @@
+"""The training job: what it refuses, that it learns, that it goes on bit for bit after a kill."""
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_lib.drafter import DrafterError, DrafterProposer, TrainOptions, load_drafter, read_log, start_training
+from dflash_lib.drafter.blocks import anchor_candidates
+from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
+from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
+from dflash_lib.drafter.training import Trainer, learning_rate, open_job
+from dflash_lib.hidden_states.schema import StoreError
+from dflash_lib.hidden_states.store import HiddenStateStore
+
+OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
+                       validation_samples=2, validation_interval=6, checkpoint_interval=4, average=0.9, kl_weight=0.5)
+
+
+def data_of(store, samples, **changes):
+    return TrainingData(store, samples, **{
+        "batch_samples": 2, "anchors_per_sample": 4, "block_size": 4, "mask_token_id": 3, "gamma": 4.0,
+        "need_last": True, "seed": 1, **changes})
+
+
+def test_batches_hold_the_samples_own_states_and_tokens(tiny_store):
+    split = split_samples(tiny_store, 2, seed=0)
+    assert len(split.train) == 10 and not set(split.train) & set(split.validation)
+    data = data_of(tiny_store, split.train)
+    for number in range(8):
+        batch = data.batch(number)
+        for row, index in enumerate(batch.sample_indices):
+            sample = tiny_store.read(index)
+            num = len(sample.input_ids)
+            assert torch.equal(batch.aux_hidden_states[row, :num], sample.aux_hidden_states.float())
+            assert torch.equal(batch.last_hidden_state_prenorm[row, :num], sample.last_hidden_state_prenorm.float())
+            for block, a in enumerate(batch.anchors[row].tolist()):
+                for k in range(4):
+                    if batch.weights[row, block, k] > 0:
+                        assert batch.labels[row, block, k] == sample.input_ids[a + k]
+
+
+def test_an_epoch_takes_every_sample_once_and_draws_anchors_anew(tiny_store):
+    split = split_samples(tiny_store, 2, seed=0)
+    data = data_of(tiny_store, split.train)
+    first = [i for number in range(5) for i in data.batch(number).sample_indices]
+    second = [i for number in range(5, 10) for i in data.batch(number).sample_indices]
+    assert sorted(first) == sorted(second) == list(split.train) and first != second
+    assert data_of(tiny_store, split.train).batch(7).sample_indices == data.batch(7).sample_indices
+    anchors = [{tuple(b.anchors[r].tolist()) for n in range(start, start + 5) for b in [data.batch(n)] for r in range(2)}
+               for start in (0, 5)]
+    assert anchors[0] != anchors[1]
+
+
+def test_draft_vocabulary_is_the_most_frequent_supervised_tokens(tiny_store):
+    counts = {}
+    for index in tiny_store.sample_indices:
+        ids, mask = tiny_store.read_tokens(index)
+        for token, supervised in zip(ids.tolist(), mask.tolist(), strict=True):
+            counts[token] = counts.get(token, 0) + supervised
+    vocab = draft_vocabulary(tiny_store, tiny_store.sample_indices, 20, [2]).tolist()
+    assert len(vocab) == 20 and vocab == sorted(vocab) and 2 in vocab
+    assert min(counts[t] for t in vocab if t != 2) >= max(n for t, n in counts.items() if t not in vocab)
+
+
+def test_too_few_samples_are_refused(tiny_store):
+    with pytest.raises(ValueError, match="12 samples .* 12 for validation"):
+        split_samples(tiny_store, 12, seed=0)
+
+
+def test_learning_rate_warms_up_and_ends_low():
+    options = replace(OPTIONS, steps=100, warmup_steps=10, learning_rate=1.0, final_learning_rate=0.1)
+    rates = [learning_rate(step, options) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == pytest.approx(1.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[99] == pytest.approx(0.1, abs=0.002)
+
+
+def test_gradients_accumulate_to_those_of_one_large_batch(tiny_store, tiny_llama, tmp_path):
+    one = Trainer(tiny_store, tiny_llama, tmp_path / "a", replace(OPTIONS, batch_samples=4, accumulate=1))
+    two = Trainer(tiny_store, tiny_llama, tmp_path / "b", replace(OPTIONS, batch_samples=2, accumulate=2))
+    first, second = one.train_step(), two.train_step()
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_loss_falls_and_validation_leaves_training_mode(tiny_store, tiny_llama, tmp_path, warm_start):
+    options = replace(OPTIONS, steps=40, kl_weight=0.0, warm_start=warm_start, validation_interval=40,
+                      checkpoint_interval=40)
+    (tmp_path / "t").mkdir()
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path / "t", options)
+    trainer.network.train()
+    summary = trainer.run()
+    assert trainer.network.training
+    steps, validations = read_log(tmp_path / "t")
+    losses = [row["loss"] for row in steps]
+    assert [row["step"] for row in steps] == list(range(1, 41))
+    assert [row["step"] for row in validations] == [0, 40]
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])  # random words: little can be learnt
+    assert summary["best"]["acceptance_length"] >= 1
+
+
+def test_drafter_proposer_drafts_what_training_validates(tiny_store, tiny_llama, tmp_path):
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, replace(OPTIONS, steps=30))
+    trainer.run()
+    drafter = load_drafter(tmp_path / "last")
+    proposer = DrafterProposer(drafter, tiny_llama)
+    sample = tiny_store.read(trainer.split.validation[0])
+    ids, states = sample.input_ids.tolist(), sample.aux_hidden_states.float()
+    anchors = anchor_candidates(torch.from_numpy(sample.loss_mask))
+    ends = TargetEnds(tiny_llama.embedding, tiny_llama.final_norm, tiny_llama.head.weight[drafter.draft_vocab],
+                      drafter.draft_vocab)
+    drafted = propose_everywhere(drafter.network, ends, torch.tensor(ids), states, anchors)
+    known = 0
+    for a, expected in zip(anchors.tolist(), drafted.tolist(), strict=True):
+        proposer.extend(ids[known:a], states[known:a])
+        known = a
+        assert proposer.propose(ids[a], 3) == expected
+        assert proposer.propose(ids[a], 1) == expected[:1]
+
+
+def test_store_of_another_target_is_refused(tiny_store, tiny_qwen3_5, tmp_path):
+    with pytest.raises(StoreError, match="target.weights"):
+        Trainer(tiny_store, tiny_qwen3_5, tmp_path, OPTIONS)
+
+
+def test_mask_token_outside_the_embedding_is_refused(tiny_store, tiny_llama, tmp_path):
+    with pytest.raises(ValueError, match="mask_token_id 384"):
+        Trainer(tiny_store, tiny_llama, tmp_path, replace(OPTIONS, mask_token_id=384))
+
+
+def test_nan_states_stop_training_with_the_samples_named(tiny_store, tiny_llama, tmp_path, monkeypatch):
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
+    read = tiny_store.read
+
+    def poisoned(index):
+        sample = read(index)
+        sample.aux_hidden_states[3] = float("nan")
+        return sample
+
+    monkeypatch.setattr(tiny_store, "read", poisoned)
+    with pytest.raises(ValueError, match=r"step 1: loss nan .* samples \["):
+        trainer.train_step()
+
+
+def test_another_job_moves_the_old_folder_aside(tmp_path):
+    folder = tmp_path / "drafter"
+    assert open_job(folder, {"steps": 1}) == "new"
+    (folder / "weights").write_text("precious")
+    assert open_job(folder, {"steps": 1}) == "continues"
+    assert open_job(folder, {"steps": 2}) == "new"
+    assert [p.read_text() for p in tmp_path.glob("drafter-*/weights")] == ["precious"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("not a training folder")
+    with pytest.raises(DrafterError, match="no job.json"):
+        open_job(tmp_path / "other", {})
+
+
+def test_training_through_torchrun_and_a_second_call(tiny_store, tiny_llama, tmp_path, capsys):
+    job = {"store": tiny_store.folder, "model": tiny_llama.path, "dtype": "float32", "device": "cpu", "threads": 1,
+           "options": OPTIONS}
+    assert start_training(tmp_path / "drafter", **job)["job"] == "new"
+    assert "train: 12/12 steps" in capsys.readouterr().out
+    written = os.stat(tmp_path / "drafter" / "last" / "model.safetensors").st_mtime_ns
+    assert start_training(tmp_path / "drafter", **job)["job"] == "finished"
+    assert os.stat(tmp_path / "drafter" / "last" / "model.safetensors").st_mtime_ns == written
+
+
+def train_in_child(pipe, store_folder, target, folder, options) -> None:
+    """What the killed process runs; it tells each step before the next one begins."""
+    Trainer(HiddenStateStore.open(store_folder), target, folder, options).run(lambda row: pipe.send(row["step"]))
+
+
+def start_child(tiny_store, tiny_llama, folder, options):
+    """A forked child (this process computes with one thread, so nothing is lost in the fork) and its pipe's end."""
+    folder.mkdir(exist_ok=True)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(
+        target=train_in_child, args=(theirs, tiny_store.folder, tiny_llama, folder, options))
+    child.start()
+    theirs.close()
+    return child, ours
+
+
+def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tiny_store, tiny_llama, tmp_path):
+    options = replace(OPTIONS, steps=23, checkpoint_interval=5, validation_interval=8)
+    (tmp_path / "whole").mkdir()
+    Trainer(tiny_store, tiny_llama, tmp_path / "whole", options).run()
+    for kill_at in (3, 12):  # before the first checkpoint, and between two of them
+        child, pipe = start_child(tiny_store, tiny_llama, tmp_path / "killed", options)
+        while pipe.recv() < kill_at:
+            pass
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    child, pipe = start_child(tiny_store, tiny_llama, tmp_path / "killed", options)
+    assert pipe.recv() == 11, "it did not go on from step 10's checkpoint"
+    child.join()
+    assert child.exitcode == 0
+    for name in ("last", "best"):
+        whole, killed = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "killed"))
+        assert whole.keys() == killed.keys()
+        assert all(torch.equal(whole[key], killed[key]) for key in whole), name
+
+    def without_seconds(run):
+        rows = [json.loads(line) for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+    assert without_seconds("whole") == without_seconds("killed")
