@@ -1,6 +1,6 @@
 """python -m dflash_lib <command>: the workbench from a shell.
 
-Exit codes: 0 done, 1 the run ended at a notebook that failed, 2 something to put right in what was asked (one clear
+Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 something to put right in what was asked (one clear
 message, no traceback), 130 interrupted.
 """
 
@@ -117,9 +117,9 @@ def _regenerate(options: argparse.Namespace) -> int:
 
 def _describe(options: argparse.Namespace) -> int:
     from dflash_lib.hidden_states.store import HiddenStateStore
-    from dflash_lib.hidden_states.verify import describe
 
-    print(describe(HiddenStateStore.open(options.store, allow_incomplete=True)))
+    with HiddenStateStore.open(options.store, allow_incomplete=True) as store:
+        print(store.describe())
     return 0
 
 
@@ -128,9 +128,12 @@ def _verify(options: argparse.Namespace) -> int:
     from dflash_lib.hidden_states.store import HiddenStateStore
     from dflash_lib.hidden_states.verify import verify_store
 
-    for check in verify_store(HiddenStateStore.open(options.store), PreparedRows.load(options.prepared)):
-        print(check)
-    return 0
+    with HiddenStateStore.open(options.store) as store:
+        checks = verify_store(store, PreparedRows.load(options.prepared))
+        print(f"{options.store}: {store.num_samples} samples")
+    for check in checks:
+        print(f"ok    {check.name}" if check.ok else f"FAIL  {check.name}: {check.num_faults}, first: {check.first_fault}")
+    return 0 if all(check.ok for check in checks) else 1
 
 
 def _fetch_demo_model(_options: argparse.Namespace) -> int:

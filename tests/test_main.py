@@ -1,11 +1,13 @@
 import subprocess
 import sys
 
+import h5py
 import pytest
 
 from dflash_lib import __main__ as command
 from dflash_lib.workbench.pipeline import PipelineResult, Stage
 from dflash_lib.workbench.runs import REPOSITORY, open_run, write_params
+from tests.hidden_states.rows import make_prepared, make_store
 from tests.workbench.fake_notebooks import finishing, opening, write_notebook
 from tests.workbench.fake_notebooks import write_params as write_job
 
@@ -84,6 +86,21 @@ def test_summary_table_of_stages_that_did_not_run(tmp_path):
     table = command.summary_table(PipelineResult(tmp_path, [Stage("01_a", "current"), Stage("02_b", "not run")]))
     assert [line.split() for line in table.splitlines()[1:]] == [
         ["01_a", "current", "0/0", "0", "Fine."], ["02_b", "not", "run", "-", "0", "-"]]
+
+
+def test_describe_and_verify_a_store(tiny_llama, tmp_path, capsys):
+    prepared = make_prepared(tiny_llama, num_samples=4)
+    prepared.save(tmp_path / "prepared")
+    make_store(tmp_path / "states", tiny_llama, prepared)
+    assert call("describe", tmp_path / "states") == 0
+    assert "outputs of layers [1, 3, 4]" in capsys.readouterr().out
+    assert call("verify", tmp_path / "states", tmp_path / "prepared") == 0
+    assert "4 samples\nok    checksums" in capsys.readouterr().out
+    with h5py.File(tmp_path / "states" / "shard-00000.h5", "r+") as file:
+        file["input_ids"][0] += 1
+    assert call("verify", tmp_path / "states", tmp_path / "prepared") == 1
+    assert "FAIL  token ids: 1, first: " in capsys.readouterr().out
+    assert call("verify", tmp_path / "nowhere", tmp_path / "prepared") == 2
 
 
 def test_regenerate_writes_conversations(tiny_llama_folder, tmp_path, capsys):

@@ -9,8 +9,13 @@ import yaml
 
 from dflash_lib.report.pages import build_report
 from dflash_lib.target.regenerate import RegenerateOptions, regenerate
-from dflash_lib.workbench.parameters import all_declarations, declared_parameters, read_notebook, read_parameters_file
-from dflash_lib.workbench.parameters import resolve_parameters
+from dflash_lib.workbench.parameters import (
+    all_declarations,
+    declared_parameters,
+    read_notebook,
+    read_parameters_file,
+    resolve_parameters,
+)
 from dflash_lib.workbench.pipeline import PipelineOptions, run_pipeline
 from dflash_lib.workbench.runs import REPOSITORY, load_record, notebook_paths
 from tests.conftest import DATA
@@ -132,7 +137,8 @@ def test_shipped_parameter_files_are_valid(path):
 def test_opened_by_hand_a_notebook_is_the_demo():
     """The defaults in the notebooks are the values of demo.yaml, so an empty run_dir differs from it in nothing."""
     declarations = all_declarations(NOTEBOOKS)
-    demo = resolve_parameters(read_parameters_file(REPOSITORY / "notebooks/params/demo.yaml"), declarations, "demo.yaml")
+    values = read_parameters_file(REPOSITORY / "notebooks" / "params" / "demo.yaml")
+    demo = resolve_parameters(values, declarations, "demo.yaml")
     other = {f"{notebook}: {name}": (parameter.default, demo[name]) for notebook, declared in declarations.items()
              for name, parameter in declared.items() if name != "run_dir" and parameter.default != demo[name]}
     assert other == {}, "(the notebook's default, demo.yaml)"
