@@ -1,7 +1,7 @@
 """python -m dflash_lib <command>: the workbench from a shell.
 
-Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 something to put right in what was asked (one clear
-message, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 something to put right in what was asked
+(one clear message, no traceback), 130 interrupted.
 """
 
 import argparse
@@ -132,7 +132,8 @@ def _verify(options: argparse.Namespace) -> int:
         checks = verify_store(store, PreparedRows.load(options.prepared))
         print(f"{options.store}: {store.num_samples} samples")
     for check in checks:
-        print(f"ok    {check.name}" if check.ok else f"FAIL  {check.name}: {check.num_faults}, first: {check.first_fault}")
+        print(f"ok    {check.name}" if check.ok
+              else f"FAIL  {check.name}: {check.num_faults}, first: {check.first_fault}")
     return 0 if all(check.ok for check in checks) else 1
 
 
