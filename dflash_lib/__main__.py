@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.function(options)
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+    except (ValueError, OSError) as error:  # OSError: missing, unwritable, full; its text names the path
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -64,6 +64,13 @@ def test_a_misspelled_key_in_the_shell(tmp_path):
     assert "no notebook declares the parameter 'max_sampels'; did you mean 'max_samples'?" in done.stderr
 
 
+def test_a_destination_that_cannot_be_written_is_one_line(job, capsys):
+    (job / "file").write_text("")
+    assert call("run", job / "job.yaml", "--runs-dir", job / "file") == 2
+    caught = capsys.readouterr()
+    assert "Not a directory" in caught.err and str(job / "file") in caught.err and "Traceback" not in caught.err
+
+
 def test_bad_usage_exits_2(capsys):
     with pytest.raises(SystemExit) as caught:
         call("train")

@@ -43,7 +43,7 @@ def test_killed_while_extracting_and_while_training_it_continues(tiny_job, tiny_
     for sign in ("states/shard-*.h5", "drafter/log.jsonl"):
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            wait_for(lambda sign=sign: process.poll() is not None or any(folder.glob(sign)), lambda: "no sign of life")
+            wait_for(lambda p=process, sign=sign: p.poll() is not None or any(folder.glob(sign)), lambda: "no sign")
             assert process.poll() is None, f"ended before {sign} was there"
         finally:
             process.send_signal(signal.SIGKILL)
