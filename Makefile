@@ -8,6 +8,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 PARAMS ?= notebooks/params/demo.yaml
+RUN ?= runs/demo
 
 .PHONY: venv demo test test-full test-serving clean
 
@@ -28,6 +29,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+test-serving: $(STAMP)
+	@test -x "$(SERVING_PYTHON)" || { echo "set SERVING_PYTHON to the Python of an environment with vLLM"; exit 2; }
+	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON)
 
 clean:
 	rm -rf .venv
