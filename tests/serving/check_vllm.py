@@ -53,7 +53,8 @@ def main(run: str, python: str, dtype: str = "float32") -> int:
     for slot in range(1, block_size):
         share = sum(n >= slot for n in accepted) / len(accepted)
         print(f"{slot:>6} {served['num_accepted'][slot - 1] / served['num_drafts']:>8.3f} {share:>10.3f}")
-    print(f"{'length':>6} {theirs:>8.3f} {ours:>10.3f}   1 + accepted, over {served['num_drafts']} and {len(accepted)} steps")
+    print(f"{'length':>6} {theirs:>8.3f} {ours:>10.3f}   1 + accepted, over {served['num_drafts']} and "
+          f"{len(accepted)} steps")
     return 0 if same == len(decoded) and abs(theirs - ours) <= MAX_GAP else 1
 
 
