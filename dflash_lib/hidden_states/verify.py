@@ -98,7 +98,7 @@ def _verify_shard(store: HiddenStateStore, shard: int, prepared: PreparedRows, f
         start, stop = content.offsets[row:row + 2]
         for name, stored, wanted in zip(("token ids", "loss mask"), (arrays["input_ids"], arrays["loss_mask"]),
                                         prepared.row(index), strict=True):
-            wrong = _num_different(stored[start:stop], wanted)
+            wrong = count_different(stored[start:stop], wanted)
             faults.add(name, wrong, f"{where}, sample {index}: {wrong} of {len(wanted)} tokens differ")
     _verify_states(file[AUX], content, where, faults)
     if store.plan.last:
@@ -108,7 +108,7 @@ def _verify_shard(store: HiddenStateStore, shard: int, prepared: PreparedRows, f
             _verify_states(file[LAST], content, where, faults)
 
 
-def _num_different(stored: np.ndarray, wanted: np.ndarray) -> int:
+def count_different(stored: np.ndarray, wanted: np.ndarray) -> int:
     """Tokens that differ; all of them when the lengths do."""
     if len(stored) != len(wanted):
         return max(len(stored), len(wanted))

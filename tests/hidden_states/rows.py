@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
-from dflash_lib.hidden_states.extraction import extract_shard
+from dflash_lib.hidden_states.extraction_worker import extract_shard
 from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan, make_plan
 from dflash_lib.target.loading import Target
 

@@ -109,7 +109,7 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_bytes(start, tmp_path, 
     args = ["--store", tmp_path / "store", "--model", tiny_llama.path, "--prepared", prepared_folder,
             "--dtype", "float32", "--device", "cpu"]
     with pytest.raises(LaunchError, match="SIGKILL"):
-        run_torchrun("dflash_lib.hidden_states.extraction", args, 1, tmp_path / "logs", 1, kill)
+        run_torchrun("dflash_lib.hidden_states.extraction_worker", args, 1, tmp_path / "logs", 1, kill)
     plan = ExtractionPlan.load(tmp_path / "store")
     missing, _ = missing_shards(tmp_path / "store", plan)
     assert len(plan.shards) == 8 and 0 not in missing and len(missing) >= 4
@@ -137,7 +137,7 @@ def test_rows_that_changed_since_the_plan_are_refused_by_the_job(start, tmp_path
     args = ["--store", tmp_path / "store", "--model", tiny_llama.path, "--prepared", tmp_path / "other",
             "--dtype", "float32", "--device", "cpu"]
     with pytest.raises(LaunchError, match="StoreError.*not the rows that"):
-        run_torchrun("dflash_lib.hidden_states.extraction", args, 1, tmp_path / "logs", 1)
+        run_torchrun("dflash_lib.hidden_states.extraction_worker", args, 1, tmp_path / "logs", 1)
 
 
 def test_a_disk_that_fills_up_ends_in_words_not_in_a_crash(tmp_path, tiny_llama, prepared):
@@ -149,7 +149,7 @@ def test_a_disk_that_fills_up_ends_in_words_not_in_a_crash(tmp_path, tiny_llama,
     prepared.save(tmp_path / "prepared")
     script = ("import sys\n"
               "from dflash_lib.conversations.prepare import PreparedRows\n"
-              "from dflash_lib.hidden_states.extraction import extract_shard\n"
+              "from dflash_lib.hidden_states.extraction_worker import extract_shard\n"
               "from dflash_lib.hidden_states.plan import ExtractionPlan\n"
               "from dflash_lib.hidden_states.schema import StoreError\n"
               "from dflash_lib.target.loading import load_target\n"
