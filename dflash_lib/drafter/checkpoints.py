@@ -19,7 +19,8 @@ from dflash_lib.files import fsync_folder, publish, read_json, write_json
 NUM_KEPT = 2
 
 
-def state_tensors(network: nn.Module, averaged: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(network: nn.Module, averaged: dict[str, Tensor],
+                  optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor that training carries from step to step, under names that say what it is."""
     tensors = {f"weight.{name}": p.detach() for name, p in network.named_parameters()}
     tensors |= {f"averaged.{name}": tensor for name, tensor in averaged.items()}

@@ -62,7 +62,8 @@ def split_samples(store: HiddenStateStore, num_validation: int, seed: int) -> Sp
     return Split(tuple(i for i in usable if i not in chosen), tuple(sorted(chosen)))
 
 
-def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int | None, always: Sequence[int]) -> Tensor:
+def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int,
+                     always: Sequence[int]) -> Tensor:
     """Target ids (int64, ascending) of the reduced head: the `size` most frequent supervised tokens of `samples` and
     the ids in `always` (end of turn). Fewer when the text has fewer."""
     counts: dict[int, int] = dict.fromkeys(always, 2**62)

@@ -69,7 +69,7 @@ def load_drafter(folder: Path | str) -> TrainedDrafter:
     if wrong:
         raise DrafterError(f"{folder}: weights do not fit config.json: {'; '.join(wrong[:5])}")
     if (None if draft_vocab is None else len(draft_vocab)) != network.config.draft_vocab_size:
-        raise DrafterError(f"{folder}: draft_vocab does not have draft_vocab_size {network.config.draft_vocab_size} ids")
+        raise DrafterError(f"{folder}: draft_vocab has not the {network.config.draft_vocab_size} ids of config.json")
     with torch.no_grad():
         network.load_state_dict(tensors)
     return TrainedDrafter(network.eval().requires_grad_(False), draft_vocab, meta["target"], meta["training"])

@@ -1,6 +1,5 @@
 """The training loss: cross-entropy on the data's tokens, mixed with the target's own distribution where wanted."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 

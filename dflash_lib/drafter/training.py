@@ -280,8 +280,8 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
         with Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress:
 
             def follow(row: dict[str, Any]) -> None:
-                note = f"validation acceptance {row['validation']['acceptance_length']:.3f}" if "validation" in row else ""
-                progress.set(row["step"], note)
+                done = row.get("validation")
+                progress.set(row["step"], f"validation acceptance {done['acceptance_length']:.3f}" if done else "")
 
             run_torchrun("dflash_lib.drafter.training", [str((folder / "job.json").resolve())], 1, folder / "logs",
                          threads, follow)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dflash_lib.conversations.prepare import PrepareOptions, prepare
-from dflash_lib.hidden_states.extraction import extract_shard, open_plan
+from dflash_lib.hidden_states.extraction import open_plan
+from dflash_lib.hidden_states.extraction_worker import extract_shard
 from dflash_lib.hidden_states.plan import ExtractionOptions
 from dflash_lib.hidden_states.store import HiddenStateStore
 

@@ -7,8 +7,8 @@ import torch
 
 from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConfig
 
-CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
-          "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 512, "vocab_size": 100,
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "head_dim": 12, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 512, "vocab_size": 100,
           "num_target_layers": 6, "target_layer_ids": (1, 3), "block_size": 4, "mask_token_id": 3}
 
 

@@ -47,7 +47,7 @@ def slow_walk(ids, mask, propose):
                 accepted += 1
             else:
                 break
-        added = sum(1 for k in range(1, accepted + 2) if position + k < len(ids) and all(mask[position:position + k + 1]))
+        added = sum(position + k < len(ids) and all(mask[position:position + k + 1]) for k in range(1, accepted + 2))
         steps.append((accepted, added))
         position += accepted + 1
     return steps

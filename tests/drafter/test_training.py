@@ -53,7 +53,7 @@ def test_an_epoch_takes_every_sample_once_and_draws_anchors_anew(tiny_store):
     second = [i for number in range(5, 10) for i in data.batch(number).sample_indices]
     assert sorted(first) == sorted(second) == list(split.train) and first != second
     assert data_of(tiny_store, split.train).batch(7).sample_indices == data.batch(7).sample_indices
-    anchors = [{tuple(b.anchors[r].tolist()) for n in range(start, start + 5) for b in [data.batch(n)] for r in range(2)}
+    anchors = [{tuple(row) for number in range(start, start + 5) for row in data.batch(number).anchors.tolist()}
                for start in (0, 5)]
     assert anchors[0] != anchors[1]
 
