@@ -13,11 +13,13 @@ from dflash_lib.decoding.baselines import BigramProposer, OtherSampleStates, Pro
 from dflash_lib.decoding.cache import DecodingError
 from dflash_lib.decoding.evaluation import (
     answer_prompts,
+    best_block_size,
     block_lengths,
     decode_side_by_side,
     measure_step_seconds,
     read_prompts,
     record,
+    showpiece,
     speed_of,
     walk_baselines,
     walk_block_sizes,
@@ -26,8 +28,8 @@ from dflash_lib.decoding.speculative import Decoded, SpeculativeDecoded, Step, g
 
 __all__ = [
     "BigramProposer", "Decoded", "DecodingError", "Interval", "OtherSampleStates", "PromptLookupProposer",
-    "SpeculativeDecoded", "Step", "ZeroedStates", "acceptance_difference", "acceptance_interval", "acceptance_length",
-    "answer_prompts", "block_lengths", "by_kind", "by_slot", "decode_side_by_side", "greedy_generate",
-    "measure_step_seconds", "read_prompts", "record", "speculative_generate", "speed_of", "walk_acceptance",
-    "walk_baselines", "walk_block_sizes",
+    "SpeculativeDecoded", "Step", "ZeroedStates", "acceptance_difference", "acceptance_interval",
+    "acceptance_length", "answer_prompts", "best_block_size", "block_lengths", "by_kind", "by_slot",
+    "decode_side_by_side", "greedy_generate", "measure_step_seconds", "read_prompts", "record", "showpiece",
+    "speculative_generate", "speed_of", "walk_acceptance", "walk_baselines", "walk_block_sizes",
 ]

@@ -249,6 +249,17 @@ class BlockLength:
         return self.acceptance_length / self.break_even
 
 
+def best_block_size(lengths: Sequence[BlockLength]) -> int:
+    """The block size that promises the greatest speed-up; of equals the smaller one."""
+    return max(lengths, key=lambda length: (length.speedup, -length.block_size)).block_size
+
+
+def showpiece(results: Sequence[SideBySide], block_size: int) -> SideBySide:
+    """The prompt whose answer has the longest accepted drafts. Raises ValueError when no answer has a verify step."""
+    candidates = [result for result in results if result.speculative[block_size].steps]
+    return max(candidates, key=lambda result: acceptance_length(result.speculative[block_size].steps))
+
+
 def block_lengths(walks: dict[int, list[list[Step]]], verify_seconds: dict[int, float],
                   draft_seconds: float) -> list[BlockLength]:
     """Promises of each block size in `walks`. verify_seconds: of a target forward over n tokens, for 1 and every block

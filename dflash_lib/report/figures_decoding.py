@@ -36,7 +36,7 @@ def proposers_figure(acceptance: Mapping[str, Interval], gains: Mapping[str, Int
     colours = [COLOURS["blue"]] + [COLOURS["grey"]] * (len(acceptance) - 1)
     _intervals(left, acceptance, colours)
     left.axvline(1, color=COLOURS["black"], linewidth=0.8)
-    left.set_xlim(left=0.95)
+    left.set_xlim(left=0.9)
     label(left, x="tokens a verify step, bonus counted", y="", title="Acceptance length")
     names = list(acceptance)
     for name, gain in gains.items():
@@ -76,6 +76,8 @@ def slots_figure(slots: Mapping[str, SlotAcceptance]) -> Figure:
     label(left, x="slot (draft token behind the anchor)", y="accepted (%)", title="When all slots before were accepted")
     label(right, x="slot (draft token behind the anchor)", y="", title="Of all verify steps", legend=True)
     left.set_ylim(-2, 102)
+    for axis in (left, right):
+        axis.set_xticks(range(1, 1 + max(len(slot.cumulative) for slot in slots.values())))
     return figure
 
 

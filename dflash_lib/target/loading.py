@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from dflash_lib.conversations.templates import tokenizer_hash
 from dflash_lib.files import hash_file, hash_value, read_json
@@ -178,6 +179,7 @@ def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, devi
     config = read_config(path)
     files = weight_files(path)
     tokenizer = load_tokenizer(path)
+    transformers_logging.disable_progress_bar()  # a bar on stderr, which an executed notebook shows as an error
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=attn_implementation, local_files_only=True,
         use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)  # reported below, by name

@@ -11,12 +11,17 @@ from dflash_lib.conversations.templates import encode_prompt
 from dflash_lib.decoding.acceptance import Interval, acceptance_length, walk_acceptance
 from dflash_lib.decoding.baselines import BigramProposer
 from dflash_lib.decoding.evaluation import (
+    BlockLength,
     EvalPrompt,
     SideBySide,
     answer_prompts,
+    best_block_size,
     block_lengths,
     decode_side_by_side,
+    measure_step_seconds,
     read_prompts,
+    record,
+    showpiece,
     speed_of,
     walk_baselines,
     walk_block_sizes,
@@ -154,3 +159,22 @@ def test_block_lengths_by_hand():
     assert (two.block_size, two.acceptance_length, two.break_even) == (2, 1.5, pytest.approx(1.3))
     assert (three.block_size, three.acceptance_length, three.break_even) == (3, 2.0, pytest.approx(1.5))
     assert three.speedup == pytest.approx(2 / 1.5)
+    assert best_block_size([two, three]) == 3
+    assert best_block_size([BlockLength(2, 1.2, 1.0), BlockLength(3, 2.4, 2.0)]) == 2  # equal: the smaller one
+
+
+def test_what_a_server_is_compared_with():
+    steps = [Step(3, 3, 1, 2), Step(5, 3, 3, 3)]
+    first = SideBySide(PROMPTS[0], decoded(1, 1.0, 1.0), {4: decoded(1, 1.0, 1.0, [])})
+    second = SideBySide(PROMPTS[1], decoded(6, 2.0, 1.0), {4: decoded(6, 1.0, 0.5, steps)})
+    assert record(second, 4) == {
+        "id": "b", "kind": "lists", "prompt_ids": PROMPTS[1].token_ids, "token_ids": [0, 1, 2, 3, 4, 5],
+        "finish_reason": "length", "accepted": [1, 3], "num_new": [2, 3]}
+    assert showpiece([first, second], 4) is second
+    with pytest.raises(ValueError):
+        showpiece([first], 4)
+
+
+def test_step_seconds(tiny_talker, answers):
+    verify, draft = measure_step_seconds(tiny_talker, FromStates(), answers[0], 4, num_repeats=2)
+    assert list(verify) == [1, 2, 3, 4] and min(verify.values()) > 0 and draft > 0
