@@ -37,6 +37,12 @@ class ExtractionReport:
         return self.num_tokens / self.extraction_seconds if self.extraction_seconds else 0.0
 
 
+def plan_extraction(model: Path | str, prepared: PreparedRows, options: ExtractionOptions,
+                    dtype: str = "float32") -> ExtractionPlan:
+    """The plan for a model folder, without loading its weights (they are hashed)."""
+    return make_plan(target_identity(model, dtype), read_config(model).get_text_config(), prepared, options)
+
+
 def open_plan(store: Path | str, model: Path | str, prepared: PreparedRows, options: ExtractionOptions,
               dtype: str = "float32") -> ExtractionPlan:
     """The store's plan: made and written when there is none yet, otherwise compared with what is asked for now.
@@ -45,7 +51,7 @@ def open_plan(store: Path | str, model: Path | str, prepared: PreparedRows, opti
     rows or other options, and when the folder cannot be written.
     """
     store = Path(store)
-    plan = make_plan(target_identity(model, dtype), read_config(model).get_text_config(), prepared, options)
+    plan = plan_extraction(model, prepared, options, dtype)
     try:
         if (store / "plan.json").exists():
             before = ExtractionPlan.load(store)

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.utils import logging
 
 from dflash_lib.target.capture import HiddenStateTap, capture_batch
-from dflash_lib.target.loading import Target
+from dflash_lib.target.loading import Target, load_target
 
 
 def relative_errors(states: Tensor, reference: Tensor) -> Tensor:
@@ -107,6 +108,41 @@ def compare_with_reference(target: Target, prompts: Sequence[ReferencePrompt]) -
     states = [capture_batch(target, [prompt.token_ids], range(target.num_layers), last=False)[0].aux_hidden_states
               for prompt in prompts]
     return compare_states(states, [prompt.layer_outputs for prompt in prompts])
+
+
+def reference_agreements(folder: Path | str, target: Target) -> dict[str, Agreement]:
+    """Agreement of this target with its reference states, if `folder` has some, and of every reference model that lies
+    there with its weights, loaded in float32; by name."""
+    found = {}
+    prompts = find_reference(folder, target)
+    if prompts:
+        found[target.path.name] = compare_with_reference(target, prompts)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that fast kernels are missing is of no interest for these tiny models
+    try:
+        for model in sorted(path.parent for path in Path(folder).glob("*/config.json")):
+            reference = load_target(model, device=str(target.device))
+            found[model.name] = compare_with_reference(reference, find_reference(folder, reference))
+    finally:
+        logging.set_verbosity(verbosity)
+    return found
+
+
+def compare_rounded(target: Target, rows: Sequence[Sequence[int]]) -> Agreement:
+    """The target's states rounded to bf16 against the states themselves, all layers: for targets without reference."""
+    states = [capture_batch(target, [row], range(target.num_layers), last=False)[0].aux_hidden_states for row in rows]
+    return compare_states([s.bfloat16() for s in states], states)
+
+
+def token_alignment(target: Target, row: Sequence[int], layer_ids: Sequence[int], position: int) -> np.ndarray:
+    """Relative change of every token's states, [T, L], when the token at `position` is replaced by another.
+
+    A state belongs to its token, and to nothing later: no change before `position`, a change from there on.
+    """
+    changed = list(row)
+    changed[position] = next(token for token in row if token != row[position])
+    states, other = (capture_batch(target, [ids], layer_ids, last=False)[0].aux_hidden_states for ids in (row, changed))
+    return relative_errors(other, states).cpu().numpy()
 
 
 @torch.no_grad()

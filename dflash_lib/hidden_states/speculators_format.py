@@ -7,6 +7,7 @@ speculators 0.9.0, read from its data set class; the ids are kept in each file's
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +16,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.files import atomic_path
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import StoredSample
 from dflash_lib.hidden_states.verify import StoreCheck, count_different
+from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.loading import Target
 
 IDS = "aux_hidden_state_layer_ids"
 
@@ -65,6 +69,28 @@ def write_speculators(folder: Path | str, samples: Sequence[StoredSample], targe
         rows.save_to_disk(folder)
     finally:
         enable_progress_bars()
+
+
+def rewrite_speculators(folder: Path | str, samples: Sequence[StoredSample], target_layer_ids: Sequence[int],
+                        num_hidden_layers: int) -> None:
+    """`write_speculators` into a folder that an earlier call may have written: what that left is removed first.
+
+    Raises StoreError when the folder holds anything that is no such export.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / "hidden_states").is_dir() or not (folder / "dataset_info.json").is_file():
+            raise StoreError(f"{folder}: holds something else than an export in speculators' layout; it is left alone")
+        shutil.rmtree(folder)
+    write_speculators(folder, samples, target_layer_ids, num_hidden_layers)
+
+
+def capture_samples(target: Target, prepared: PreparedRows, target_layer_ids: Sequence[int]) -> list[StoredSample]:
+    """All prepared rows captured as one batch, as the store would hand them out. For a few rows."""
+    rows = [prepared.row(i) for i in range(len(prepared))]
+    captured = capture_batch(target, [ids for ids, _ in rows], target_layer_ids, dtype=torch.bfloat16)
+    return [StoredSample(i, ids, mask, sample.aux_hidden_states.cpu(), sample.last_hidden_state_prenorm.cpu())
+            for i, ((ids, mask), sample) in enumerate(zip(rows, captured, strict=True))]
 
 
 NAMES = ["files and rows", "field names", "dtypes and shapes", "layer ids + 1, last slot behind", "token ids in file",

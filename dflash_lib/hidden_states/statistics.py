@@ -4,12 +4,12 @@ Everything is accumulated sample by sample in float64, so that memory does not g
 Position 0 carries massive activations in many targets and stands apart in every figure (DESIGN.md, convention 10).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -76,8 +76,8 @@ def effective_rank(eigenvalues: np.ndarray) -> float:
 
 @torch.no_grad()
 def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
-                       final_norm: Callable[[Tensor], Tensor]) -> StateStatistics:
-    """Reads the samples and accumulates. final_norm: the target's own module, in float32.
+                       final_norm: nn.Module) -> StateStatistics:
+    """Reads the samples and accumulates. final_norm: the target's own module.
 
     Raises StoreError when the store lacks the last state, or when fewer than two tokens are left.
     """
@@ -91,6 +91,7 @@ def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
     total = torch.zeros(num_layers, hidden, dtype=torch.float64)
     outer = torch.zeros(num_layers, hidden, hidden, dtype=torch.float64)
     counts = {name: np.zeros(len(VALUE_BINS) - 1) for name in ("before", "after")}
+    device = next(final_norm.parameters()).device
     num_tokens = 0
     for index in sample_indices:
         sample = store.read(index)
@@ -113,7 +114,7 @@ def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
         total += rest.sum(dim=0)
         outer += torch.einsum("tkh,tkg->khg", rest, rest)
         num_tokens += len(rest)
-        for name, values in (("before", last[1:]), ("after", final_norm(last[1:]).float())):
+        for name, values in (("before", last[1:]), ("after", final_norm(last[1:].to(device)).float().cpu())):
             counts[name] += np.histogram(values.numpy(), VALUE_BINS)[0]
     if num_tokens < 2:
         raise StoreError(f"{store.folder}: {num_tokens} tokens behind position 0 in the chosen samples; too few")

@@ -5,13 +5,16 @@ import pytest
 import torch
 
 from dflash_lib.hidden_states.parity import (
+    compare_rounded,
     compare_states,
     compare_with_reference,
     find_reference,
     layer_alignment,
     padding_errors,
     read_reference,
+    reference_agreements,
     relative_errors,
+    token_alignment,
 )
 from dflash_lib.target.loading import load_target
 from tests.conftest import DATA
@@ -71,3 +74,20 @@ def test_the_reference_is_found_by_name_and_shape(tiny_llama):
     agreement = compare_with_reference(target, prompts)
     assert agreement.worst_layer_median < 0.05 < 0.3 < agreement.best_shifted_median
     assert agreement.errors.shape == (23 + 47, 8)
+
+
+def test_reference_models_that_lie_there_are_compared_too(tiny_llama):
+    agreements = reference_agreements(REFERENCE, tiny_llama)
+    assert list(agreements) == ["tiny_qwen3_5"] and agreements["tiny_qwen3_5"].worst_layer_median < 0.05
+
+
+def test_rounded_states_agree_with_themselves(tiny_llama):
+    agreement = compare_rounded(tiny_llama, [[5, 6, 7, 8]])
+    assert 0 < agreement.errors.max() < 0.004 < agreement.best_shifted_median
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen3_5"])
+def test_a_changed_token_changes_its_own_state_and_later_ones_only(name, request):
+    change = token_alignment(request.getfixturevalue(name), list(range(20, 90)), [1, 3], 30)
+    assert change.shape == (70, 2) and (change[:30] == 0).all() and (change[30] > 0.1).all()
+    assert (change[31:] > 0).any()
