@@ -56,11 +56,11 @@ class Check:
 class SavedFigure:
     """A figure on disk that shows itself as the last expression of a cell, in JupyterLab and under papermill."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, caption: str):
+        self.path, self.caption = path, caption
 
-    def _repr_png_(self) -> bytes:
-        return self.path.read_bytes()
+    def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+        return self.path.read_bytes(), {"alt": self.caption}
 
     def __repr__(self) -> str:
         return f"figure {self.path}"
@@ -130,7 +130,7 @@ class Run:
         with atomic_path(path) as partial:
             Image.open(buffer).convert("RGB").quantize(256).save(partial, format="png", optimize=True)
         self.figures = [f for f in self.figures if f["name"] != name] + [{"name": name, "caption": caption}]
-        return SavedFigure(path)
+        return SavedFigure(path, caption)
 
     def results(self, notebook: str) -> dict[str, Any]:
         """The results of an earlier notebook of this run.

@@ -101,8 +101,8 @@ def test_a_figure_is_a_small_png_that_shows_itself(folder):
     run = opened(folder)
     shown = run.figure(small_figure(), "loss", "falls")
     assert shown.path == folder / "figures" / "02_b" / "loss.png"
-    data = shown._repr_png_()
-    assert data.startswith(b"\x89PNG") and len(data) < 150_000
+    data, metadata = shown._repr_png_()
+    assert metadata == {"alt": "falls"} and data.startswith(b"\x89PNG") and len(data) < 150_000
     run.figure(small_figure(), "loss", "falls again")
     with pytest.raises(ValueError, match="'other' was not saved; saved: .'loss'"):
         run.finish(question="q", outcome="o", headline_figure="other")
