@@ -198,8 +198,8 @@ def speed_of(results: Sequence[SideBySide], block_size: int) -> Speed:
         num_identical=sum(p.token_ids == d.token_ids and p.finish_reason == d.finish_reason
                           for p, d in zip(plain, drafted, strict=True)),
         acceptance_length=acceptance_length(steps),
-        tokens_per_second=num_tokens / seconds[:, 1].sum(),
-        plain_tokens_per_second=sum(len(p.token_ids) for p in plain) / seconds[:, 0].sum(),
+        tokens_per_second=num_tokens / float(seconds[:, 1].sum()),
+        plain_tokens_per_second=sum(len(p.token_ids) for p in plain) / float(seconds[:, 0].sum()),
         speedup=ratio_interval(seconds),
         plain_step_s=sum(p.decode_seconds for p in plain) / max(plain_steps, 1),
         step_s=sum(d.decode_seconds for d in drafted) / len(steps),
