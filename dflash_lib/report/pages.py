@@ -139,9 +139,11 @@ def _card(entry: dict[str, Any]) -> str:
         f'<td class="number">{escape(show(c["value"]))}</td>'
         f'<td class="nowrap">{SIGNS[c["op"]]} {escape(show(c["limit"]))}</td>'
         f'<td class="muted">{escape(c["note"])}</td></tr>' for c in record["checks"])
-    table = (f'<div class="scroll"><table class="wide"><thead><tr><th></th><th>check</th>'
+    opened = " open" if failed or len(record["checks"]) <= 10 else ""
+    table = (f'<details{opened}><summary>{len(record["checks"])} checks</summary>'
+             '<div class="scroll"><table class="wide"><thead><tr><th></th><th>check</th>'
              '<th class="number">measured</th>'
-             f"<th>limit</th><th></th></tr></thead><tbody>{checks}</tbody></table></div>" if checks else "")
+             f"<th>limit</th><th></th></tr></thead><tbody>{checks}</tbody></table></div></details>" if checks else "")
     return f"""{head} {state}</h2>
 <p class="muted">{escape(record["question"])}</p><p class="outcome">{escape(record["outcome"])}</p>
 {figure}{table}{f"<ul>{differences}</ul>" if differences else ""}{link}</section>"""
