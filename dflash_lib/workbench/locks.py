@@ -78,9 +78,9 @@ def run_lock(folder: Path) -> Iterator[None]:
                         f"{folder}: process {holder['pid']} on {holder['host']} is working on this run. Wait for it or "
                         f"stop it; if no such process exists on that host, remove {path}") from None
                 _set_aside(path, own.with_name(f"{own.name}.stale"), holder)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
     finally:
         own.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

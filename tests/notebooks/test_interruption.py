@@ -14,7 +14,7 @@ from dflash_lib.files import hash_tree
 from dflash_lib.workbench.pipeline import run_pipeline
 from dflash_lib.workbench.runs import REPOSITORY, load_record
 
-WAIT_S = 300  # only a hang reaches it
+WAIT_S = 1800  # only a hang reaches it
 
 
 def started_there(folder):
