@@ -102,8 +102,10 @@ def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path
                   stream=None if show else io.StringIO()) as progress:
 
         def follow(fields: dict) -> None:
+            if not done:
+                progress.began = time.monotonic()  # the rate is that of extracting, not of loading the target
             done[fields["rank"]], seconds[fields["rank"]] = fields["tokens"], fields["seconds"]
-            progress.set(plan.num_tokens - num_todo + sum(done.values()), f"shard {fields['shard']}")
+            progress.set(plan.num_tokens - num_todo + sum(done.values()))
 
         run_torchrun("dflash_lib.hidden_states.extraction_worker",
                      ["--store", str(store.resolve()), "--model", str(Path(model).resolve()),

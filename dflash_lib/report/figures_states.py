@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.hidden_states.normalization import WAYS, LogitComparison
@@ -80,7 +81,7 @@ def reference_figure(agreements: Mapping[str, Agreement]) -> Figure:
         axis.plot(layers, np.median(agreement.errors, axis=0), color=COLOURS["blue"], marker="o", label="median token")
         axis.set_yscale("log")
         label(axis, x="decoder layer", y="relative difference to vLLM (bf16)" if axis is axes[0][0] else "", title=name)
-    axes[0][0].legend(loc="lower right")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -93,7 +94,7 @@ def ways_figure(ways: Mapping[str, LogitComparison]) -> Figure:
     rows = np.arange(len(WAYS))
     colours = [COLOURS["blue"], COLOURS["sky"]] + [COLOURS["vermilion"]] * (len(WAYS) - 2)
     worst = [ways[name].max_difference for name in WAYS]
-    left.barh(rows, [max(value, FLOOR) for value in worst], left=FLOOR, color=colours)
+    left.barh(rows, [max(value - FLOOR, 0) for value in worst], left=FLOOR, color=colours)
     left.set_xscale("log")
     left.set_xlim(FLOOR, 100 * max(worst))
     right.barh(rows, [100 * ways[name].changed_share for name in WAYS], color=colours)
@@ -117,7 +118,7 @@ def storage_figure(stored: LogitComparison) -> Figure:
     """What bf16 storage of the last state does to each token: KL, and which tokens flip."""
     figure, (left, right) = new_figure(1, 2, height=3.2)
     kl = np.maximum(stored.kl, 1e-9)
-    left.hist(kl, bins=np.logspace(-9, max(0.0, np.log10(kl.max()) + 0.2), 55), color=COLOURS["blue"])
+    left.hist(kl, bins=np.logspace(-9, np.log10(kl.max()) + 0.5, 55), color=COLOURS["blue"])
     left.axvline(np.median(kl), color=COLOURS["black"], linewidth=1.2, label=f"median {np.median(kl):.1e}")
     left.set_xscale("log")
     label(left, x="KL from the target's distribution (nats)", y="tokens", title="How far bf16 moves a distribution",
@@ -185,6 +186,7 @@ def rows_figure(prepared: PreparedRows, plan: ExtractionPlan) -> Figure:
     right.bar(x, real, width=1.0, color=COLOURS["blue"], label="tokens")
     right.axhline(plan.token_budget, color=COLOURS["black"], linewidth=1, linestyle="--", label="token_budget")
     right.set_ylim(0, 1.35 * max(plan.token_budget, padded.max()))
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     share = plan.padding_share(lengths.tolist())
     label(right, x="batch", y="computed tokens", title=f"Batches: {100 * share:.1f} % padding")
     right.legend(ncols=3, loc="upper right")
@@ -240,15 +242,16 @@ def massive_figure(statistics: StateStatistics) -> Figure:
         for rank, channel in enumerate(found):
             place = k + (rank - (len(found) - 1) / 2) * 0.28
             right.bar(place, abs(channel.at_0), width=0.25, color=COLOURS["vermilion"])
-            right.bar(place, abs(channel.elsewhere), width=0.25, color=COLOURS["blue"])
-            right.text(place, abs(channel.at_0) * 1.08, str(channel.channel), ha="center", va="bottom", rotation=90,
-                       fontsize=8)
+            right.plot(place, abs(channel.elsewhere), marker="o", linestyle="none", color=COLOURS["blue"],
+                       markeredgecolor="white")
+            right.text(place, 1.25 * max(abs(channel.at_0), abs(channel.elsewhere)), str(channel.channel), ha="center",
+                       va="bottom", rotation=90, fontsize=8)
     right.set_yscale("log")
-    right.set_ylim(top=right.get_ylim()[1] * 6)
+    right.set_ylim(top=right.get_ylim()[1] * 30)
     right.set_xticks(x, names, rotation=30, ha="right")
     right.grid(axis="x", visible=False)
     label(right, x="", y="|value| (log scale)", title="Largest channels at position 0, by number")
-    right.legend(handles=[right.patches[0], right.patches[1]], labels=["position 0", "elsewhere (mean)"],
+    right.legend(handles=[right.patches[0], right.lines[0]], labels=["position 0 (median)", "elsewhere (mean)"],
                  loc="upper left", ncols=2)
     return figure
 
