@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.speculators_format import (
     NAMES,
+    capture_samples,
     check_speculators,
+    rewrite_speculators,
     speculators_layer_ids,
     state_file,
     write_speculators,
@@ -47,6 +49,26 @@ def test_what_cannot_be_written_is_refused(samples, written, tmp_path):
     bare = StoredSample(0, samples[0].input_ids, samples[0].loss_mask, samples[0].aux_hidden_states, None)
     with pytest.raises(StoreError, match="last hidden state"):
         write_speculators(tmp_path, [bare], IDS, 6)
+
+
+def test_an_export_can_be_repeated_but_nothing_else_is_removed(samples, tmp_path):
+    for num in (5, 3):
+        rewrite_speculators(tmp_path / "export", samples[:num], IDS, 6)
+        assert all(check.ok for check in check_speculators(tmp_path / "export", samples[:num], IDS, 6))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    with pytest.raises(StoreError, match="left alone"):
+        rewrite_speculators(tmp_path / "other", samples, IDS, 6)
+    assert (tmp_path / "other" / "thesis.tex").read_text() == "x"
+
+
+def test_captured_samples_are_what_the_store_holds(tiny_llama, samples):
+    prepared = make_prepared(tiny_llama)
+    for ours, stored in zip(capture_samples(tiny_llama, prepared, IDS), samples, strict=False):
+        assert np.array_equal(ours.input_ids, stored.input_ids) and np.array_equal(ours.loss_mask, stored.loss_mask)
+        difference = (ours.aux_hidden_states.float() - stored.aux_hidden_states.float()).abs().max()
+        assert difference <= 0.02 * stored.aux_hidden_states.abs().max()  # another batch may flip a rounding
+        assert ours.last_hidden_state_prenorm.dtype == torch.bfloat16
 
 
 def test_it_reads_as_speculators_reads_it(samples, written):
