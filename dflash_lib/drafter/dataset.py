@@ -62,17 +62,24 @@ def split_samples(store: HiddenStateStore, num_validation: int, seed: int) -> Sp
     return Split(tuple(i for i in usable if i not in chosen), tuple(sorted(chosen)))
 
 
-def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int,
-                     always: Sequence[int]) -> Tensor:
-    """Target ids (int64, ascending) of the reduced head: the `size` most frequent supervised tokens of `samples` and
-    the ids in `always` (end of turn). Fewer when the text has fewer."""
-    counts: dict[int, int] = dict.fromkeys(always, 2**62)
+def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int, always: Sequence[int],
+                     vocab_size: int) -> Tensor:
+    """Target ids (int64 [size], ascending) of the reduced head.
+
+    The ids in `always` (end of turn), then the most frequent supervised tokens of `samples`, then, where the text has
+    fewer, the lowest ids: byte-pair tokenizers number their merges from frequent to rare. Without that filling the
+    tokens that new prompts bring could never be drafted (17 % of the held-out answers' tokens in the demo).
+    Raises ValueError when `size` exceeds the target's `vocab_size`.
+    """
+    if not len(always) <= size <= vocab_size:
+        raise ValueError(f"draft_vocab_size {size} must be between {len(always)} and the target's {vocab_size}; "
+                         "null takes the full head")
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
     for i in samples:
         input_ids, loss_mask = store.read_tokens(i)
-        for token in input_ids[loss_mask > 0].tolist():
-            counts[token] = counts.get(token, 0) + 1
-    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return torch.tensor(sorted(frequent), dtype=torch.int64)
+        counts += torch.bincount(torch.from_numpy(input_ids[loss_mask > 0]), minlength=vocab_size)
+    counts[list(always)] = torch.iinfo(torch.int64).max
+    return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
 
 
 class TrainingData:

@@ -105,7 +105,8 @@ class Trainer:
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         vocab = None
         if options.draft_vocab_size is not None:
-            vocab = draft_vocabulary(store, self.split.train, options.draft_vocab_size, stop_token_ids(target))
+            vocab = draft_vocabulary(store, self.split.train, options.draft_vocab_size, stop_token_ids(target),
+                                     target.head.weight.shape[0])
         config = drafter_config(target, store.target_layer_ids, options, None if vocab is None else len(vocab))
         torch.manual_seed(options.seed)
         self.network = DFlashDrafter(config)

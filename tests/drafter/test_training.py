@@ -64,9 +64,15 @@ def test_draft_vocabulary_is_the_most_frequent_supervised_tokens(tiny_store):
         ids, mask = tiny_store.read_tokens(index)
         for token, supervised in zip(ids.tolist(), mask.tolist(), strict=True):
             counts[token] = counts.get(token, 0) + supervised
-    vocab = draft_vocabulary(tiny_store, tiny_store.sample_indices, 20, [2]).tolist()
+    samples = tiny_store.sample_indices
+    vocab = draft_vocabulary(tiny_store, samples, 20, [2], 384).tolist()
     assert len(vocab) == 20 and vocab == sorted(vocab) and 2 in vocab
     assert min(counts[t] for t in vocab if t != 2) >= max(n for t, n in counts.items() if t not in vocab)
+    occurring = {t for t, n in counts.items() if n} | {2}
+    filled = draft_vocabulary(tiny_store, samples, len(occurring) + 9, [2], 384).tolist()
+    assert set(filled) == occurring | set(sorted(set(range(384)) - occurring)[:9])
+    with pytest.raises(ValueError, match="draft_vocab_size 385"):
+        draft_vocabulary(tiny_store, samples, 385, [2], 384)
 
 
 def test_too_few_samples_are_refused(tiny_store):
