@@ -46,22 +46,22 @@ class TrainOptions:
 
     block_size: int
     mask_token_id: int
-    num_layers: int = 2
+    num_layers: int = 1
     intermediate_size: int | None = None
-    draft_vocab_size: int | None = 4096
+    draft_vocab_size: int | None = 8192
     warm_start: bool = True
-    steps: int = 1000
+    steps: int = 2500
     batch_samples: int = 2
-    anchors_per_sample: int = 64
+    anchors_per_sample: int = 32
     accumulate: int = 1
-    learning_rate: float = 3e-3
+    learning_rate: float = 5e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 20
     weight_decay: float = 0.0
     clip: float = 1.0
-    gamma: float = 4.0
-    kl_weight: float = 0.0
-    average: float = 0.0
+    gamma: float = 1.5
+    kl_weight: float = 0.7
+    average: float = 0.99
     seed: int = 0
     validation_samples: int = 24
     validation_interval: int = 100
