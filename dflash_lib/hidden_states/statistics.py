@@ -15,7 +15,7 @@ from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 
 NUM_POSITIONS = 128  # positions shown one by one
-VALUE_BINS = np.concatenate([-np.logspace(3, -3, 61), np.logspace(-3, 3, 61)])  # symmetric, logarithmic
+MAGNITUDE_BINS = np.logspace(-4, 4, 129)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StateStatistics:
     similarity: [K, K] mean cosine between layers of one token; spectra: [K, H] eigenvalues of the covariance, largest
     first, as shares of their sum; effective_rank: [K] exp of the spectrum's entropy; rank_90: [K] directions that carry
     90 % of the variance.
-    value_bins: edges; before_norm, after_norm: shares of all values of the last state in each bin.
+    magnitude_bins: edges; before_norm, after_norm: shares of the last state's values whose magnitude is in each bin.
     """
 
     names: list[str]
@@ -57,7 +57,7 @@ class StateStatistics:
     spectra: np.ndarray
     effective_rank: np.ndarray
     rank_90: np.ndarray
-    value_bins: np.ndarray
+    magnitude_bins: np.ndarray
     before_norm: np.ndarray
     after_norm: np.ndarray
 
@@ -90,7 +90,7 @@ def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
     cosine = torch.zeros(num_layers, num_layers, dtype=torch.float64)
     total = torch.zeros(num_layers, hidden, dtype=torch.float64)
     outer = torch.zeros(num_layers, hidden, hidden, dtype=torch.float64)
-    counts = {name: np.zeros(len(VALUE_BINS) - 1) for name in ("before", "after")}
+    counts = {name: np.zeros(len(MAGNITUDE_BINS) - 1) for name in ("before", "after")}
     device = next(final_norm.parameters()).device
     num_tokens = 0
     for index in sample_indices:
@@ -115,7 +115,7 @@ def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
         outer += torch.einsum("tkh,tkg->khg", rest, rest)
         num_tokens += len(rest)
         for name, values in (("before", last[1:]), ("after", final_norm(last[1:].to(device)).float().cpu())):
-            counts[name] += np.histogram(values.numpy(), VALUE_BINS)[0]
+            counts[name] += np.histogram(values.abs().numpy(), MAGNITUDE_BINS)[0]
     if num_tokens < 2:
         raise StoreError(f"{store.folder}: {num_tokens} tokens behind position 0 in the chosen samples; too few")
     mean = total / num_tokens
@@ -134,7 +134,7 @@ def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
         massive=_massive_channels(names, torch.stack(first_tokens), mean),
         similarity=(cosine / num_tokens).numpy(), spectra=spectra,
         effective_rank=np.array([effective_rank(spectrum) for spectrum in spectra]),
-        rank_90=(spectra.cumsum(axis=-1) < 0.9).sum(axis=-1) + 1, value_bins=VALUE_BINS,
+        rank_90=(spectra.cumsum(axis=-1) < 0.9).sum(axis=-1) + 1, magnitude_bins=MAGNITUDE_BINS,
         before_norm=counts["before"] / (num_tokens * hidden), after_norm=counts["after"] / (num_tokens * hidden))
 
 

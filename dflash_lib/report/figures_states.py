@@ -121,8 +121,9 @@ def storage_figure(stored: LogitComparison) -> Figure:
     left.hist(kl, bins=np.logspace(-9, np.log10(kl.max()) + 0.5, 55), color=COLOURS["blue"])
     left.axvline(np.median(kl), color=COLOURS["black"], linewidth=1.2, label=f"median {np.median(kl):.1e}")
     left.set_xscale("log")
-    label(left, x="KL from the target's distribution (nats)", y="tokens", title="How far bf16 moves a distribution",
-          legend=True)
+    label(left, x="KL from the target's distribution (nats; first bin: 1e-9 or less)", y="tokens",
+          title="How far bf16 moves a distribution")
+    left.legend(loc="upper left")
     margin = np.maximum(stored.margin, 1e-4)
     bins = np.logspace(-4, np.log10(margin.max()) + 0.1, 50)
     right.hist(margin, bins=bins, color=COLOURS["sky"], label="all tokens")
@@ -303,12 +304,10 @@ def rank_figure(statistics: StateStatistics) -> Figure:
 def final_norm_figure(statistics: StateStatistics) -> Figure:
     """Distribution of all values of the last state before and after the final norm."""
     figure, axis = new_figure(height=3.2)
-    edges = statistics.value_bins
     for shares, colour, name in ((statistics.before_norm, "blue", "before the norm (what is stored)"),
                                  (statistics.after_norm, "vermilion", "after the norm (what the head reads)")):
-        axis.stairs(100 * shares, edges, color=COLOURS[colour], linewidth=1.8, label=name)
-    axis.set_xscale("symlog", linthresh=1e-2)
-    axis.set_xlim(-1e3, 1e3)
-    label(axis, x="value (linear within 0.01, logarithmic outside)", y="share of all values in the bin (%)",
+        axis.stairs(100 * shares, statistics.magnitude_bins, color=COLOURS[colour], linewidth=1.8, label=name)
+    axis.set_xscale("log")
+    label(axis, x="|value| (log scale)", y="share of all values in the bin (%)",
           title="The last hidden state before and after the final norm", legend=True)
     return figure
