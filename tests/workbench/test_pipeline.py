@@ -105,9 +105,11 @@ def test_what_a_stage_depends_on_makes_it_run_again(job, monkeypatch):
 def test_what_a_later_notebook_writes_is_no_change_of_an_earlier_one(job):
     """As when 07 exports below the folder that 06 trains in, and 06 is executed again after that."""
     write_notebook(job / "notebooks", "01_a", "x: int = 1\n", opening("01_a", "x"),
-                   "run.path('drafter').mkdir(exist_ok=True)\nrun.path('drafter', 'best').write_text(str(x))", finishing())
+                   "run.path('drafter').mkdir(exist_ok=True)\nrun.path('drafter', 'best').write_text(str(x))",
+                   finishing())
     write_notebook(job / "notebooks", "02_b", "y: int = 1\n", opening("02_b", "y"),
-                   "run.path('drafter', 'best').read_text()\nrun.path('drafter', 'export').write_text('e')", finishing())
+                   "run.path('drafter', 'best').read_text()\nrun.path('drafter', 'export').write_text('e')",
+                   finishing())
     assert run(job)[0] == ["passed", "passed"]
     assert run(job)[0] == ["current", "current"]
     assert run(job, force=True)[0] == ["passed", "passed"]
