@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.files import human_bytes
 from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan, describe_differences, make_plan
@@ -87,9 +89,12 @@ def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path
     """Extracts what is missing in `store`, in `num_processes` processes, and returns when it is complete.
 
     device: "cpu", or "cuda": process r then works on device r. show: print a progress line. Raises StoreError for a
-    store that does not fit, a disk that is too small or not writable; LaunchError with a failing rank's traceback.
+    store that does not fit, more processes than CUDA devices, a disk that is too small or not writable; LaunchError with a failing rank's traceback.
     """
     store, began = Path(store), time.monotonic()
+    if device == "cuda" and num_processes > torch.cuda.device_count():
+        raise StoreError(f"num_workers: {num_processes} processes, one a device, but PyTorch sees "
+                         f"{torch.cuda.device_count()} CUDA devices")
     prepared = PreparedRows.load(prepared_folder)
     plan = open_plan(store, model, prepared, options, dtype)
     todo, damaged = missing_shards(store, plan)

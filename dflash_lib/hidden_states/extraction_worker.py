@@ -36,6 +36,17 @@ def extract_shard(target: Target, prepared: PreparedRows, plan: ExtractionPlan, 
                 on_tokens(sum(len(ids) for ids, _ in rows))
 
 
+def share_out(shards: list[int], shard_tokens: list[int], num_ranks: int) -> list[list[int]]:
+    """Shares shards out so that ranks have about as many tokens each: the largest first, to whoever has least."""
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for shard in sorted(shards, key=lambda i: (-shard_tokens[i], i)):
+        rank = loads.index(min(loads))
+        parts[rank].append(shard)
+        loads[rank] += shard_tokens[shard]
+    return parts
+
+
 def _todo_of_all_ranks(store: Path, plan: ExtractionPlan) -> list[int]:
     """The missing shards as rank 0 sees them, so that all ranks share out one and the same list."""
     if int(os.environ["WORLD_SIZE"]) == 1:
@@ -48,7 +59,7 @@ def _todo_of_all_ranks(store: Path, plan: ExtractionPlan) -> list[int]:
 
 
 def main() -> None:
-    """One rank: shards rank, rank + world, ... of the missing ones."""
+    """One rank: its share of the missing shards."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     for name in ("store", "model", "prepared", "dtype", "device"):
         parser.add_argument(f"--{name}", required=True)
@@ -59,7 +70,7 @@ def main() -> None:
     if prepared.fingerprint != plan.data["fingerprint"]:
         raise StoreError(f"{args.prepared}: not the rows that {store} was planned for")
     torch.set_num_threads(plan.threads)
-    todo = _todo_of_all_ranks(store, plan)[rank::world]
+    todo = share_out(_todo_of_all_ranks(store, plan), plan.shard_tokens, world)[rank]
     device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
     target = load_target(args.model, args.dtype, device)
     began, tokens = time.monotonic(), 0

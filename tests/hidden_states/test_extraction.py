@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflash_lib.hidden_states.extraction import check_free_space, open_plan, start_extraction
+from dflash_lib.hidden_states.extraction_worker import share_out
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError, shard_name
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards
@@ -75,6 +76,11 @@ def test_a_destination_that_cannot_be_written_is_refused(start, tmp_path):
         start(store="file")
 
 
+def test_more_processes_than_devices_are_refused(tmp_path, tiny_llama_folder, prepared_folder):
+    with pytest.raises(StoreError, match="num_workers: 99 processes"):
+        start_extraction(tmp_path, tiny_llama_folder, prepared_folder, make_options(), tmp_path, 99, device="cuda")
+
+
 def test_shards_without_a_plan_are_never_overwritten(start, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / shard_name(0)).write_text("x")
@@ -121,6 +127,14 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_bytes(start, tmp_path, 
     assert shard_bytes(tmp_path / "store") == shard_bytes(truth)
     again = start()
     assert (again.num_shards, again.num_tokens, again.tokens_per_second) == (0, 0, 0.0)
+
+
+def test_shards_are_shared_out_evenly_and_each_once():
+    tokens = [50, 9, 40, 30, 20, 10, 0]
+    parts = share_out([0, 2, 3, 4, 5, 6], tokens, 2)
+    assert sorted(parts[0] + parts[1]) == [0, 2, 3, 4, 5, 6]
+    assert sorted(sum(tokens[i] for i in part) for part in parts) == [70, 80]
+    assert share_out([1], tokens, 3) == [[1], [], []]
 
 
 def test_two_processes_write_the_same_store(start, tmp_path, truth, prepared):
