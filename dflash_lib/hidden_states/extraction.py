@@ -89,7 +89,8 @@ def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path
     """Extracts what is missing in `store`, in `num_processes` processes, and returns when it is complete.
 
     device: "cpu", or "cuda": process r then works on device r. show: print a progress line. Raises StoreError for a
-    store that does not fit, more processes than CUDA devices, a disk that is too small or not writable; LaunchError with a failing rank's traceback.
+    store that does not fit, more processes than CUDA devices, a disk that is too small or not writable; LaunchError
+    with a failing rank's traceback.
     """
     store, began = Path(store), time.monotonic()
     if device == "cuda" and num_processes > torch.cuda.device_count():

@@ -81,12 +81,14 @@ def from_raw(raw: np.ndarray) -> Tensor:
 
 
 def create_states(group: h5py.Group, name: str, shape: tuple[int, ...], encoding: Encoding) -> h5py.Dataset:
-    """Creates an empty bfloat16 dataset [N, ...] whose chunks are whole token rows.
+    """Creates an empty bfloat16 dataset [N, ...] whose chunks are whole token rows, CHUNK_BYTES or somewhat less, so
+    that the last one is about full: HDF5 stores whole chunks.
 
     Times are not tracked: HDF5 files would differ by them alone.
     """
     row_bytes = 2 * int(np.prod(shape[1:]))
-    chunk = (max(1, min(shape[0], CHUNK_BYTES // row_bytes)), *shape[1:])
+    num_chunks = -(-shape[0] // max(1, CHUNK_BYTES // row_bytes))
+    chunk = (-(-shape[0] // num_chunks), *shape[1:])
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_chunk(chunk)
     settings.set_obj_track_times(False)
