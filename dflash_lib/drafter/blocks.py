@@ -17,16 +17,11 @@ def anchor_candidates(loss_mask: Tensor) -> Tensor:
     return torch.nonzero(mask[:-1] & mask[1:]).flatten()
 
 
-def sample_anchors(loss_mask: Tensor, num_anchors: int, generator: torch.Generator | None) -> Tensor:
-    """At most `num_anchors` distinct candidates of one document, uniformly drawn, ascending, int64.
-
-    Without a generator the candidates are all taken when they fit, else evenly spaced: for validation.
-    """
+def sample_anchors(loss_mask: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """At most `num_anchors` distinct candidates of one document, uniformly drawn, ascending, int64."""
     candidates = anchor_candidates(loss_mask)
     if len(candidates) <= num_anchors:
         return candidates
-    if generator is None:
-        return candidates[torch.linspace(0, len(candidates) - 1, num_anchors).round().long()]
     chosen = torch.randperm(len(candidates), generator=generator)[:num_anchors]
     return candidates[chosen.sort().values]
 

@@ -1,8 +1,8 @@
 """Training checkpoints: whole folders, the newest used, old ones pruned.
 
 A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, AdamW moments) and `state.json`
-(step, best validation, options). It is written as a hidden folder beside its place and renamed when everything in it
-is on disk, so a kill leaves the older checkpoint untouched.
+(step, best validation, seconds, hash of the store's plan). It is written as a hidden folder beside its place and renamed
+when everything in it is on disk, so a kill leaves the older checkpoint untouched.
 """
 
 import os
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_lib.files import fsync_folder, publish, read_json, write_json
+from dflash_lib.files import fsync_folder, human_bytes, publish, read_json, write_json
 
 NUM_KEPT = 2
 
@@ -48,9 +49,15 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: d
     partial = folder / f".step-{step:08d}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(tensors, partial / ".state.safetensors")
-    publish(partial / ".state.safetensors", partial / "state.safetensors")
-    write_json(partial / "state.json", {"step": step, **meta})
+    try:
+        save_file(tensors, partial / ".state.safetensors")
+        publish(partial / ".state.safetensors", partial / "state.safetensors")
+        write_json(partial / "state.json", {"step": step, **meta})
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk stays as it was before
+        free = shutil.disk_usage(folder).free
+        raise OSError(f"{folder}: the checkpoint of step {step} cannot be written ({error}); {human_bytes(free)} free "
+                      "there. Earlier checkpoints are whole: make room and start again.") from error
     if final.exists():  # the same step again after a resume: the older one has nothing that the new one lacks
         shutil.rmtree(final)
     os.rename(partial, final)

@@ -6,7 +6,7 @@ epochs are seeded permutations of the training samples, and anchors are drawn an
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ class Batch:
     input_ids: Tensor
     labels: Tensor
     weights: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch with its tensors on `device`."""
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items()
+                                if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,22 @@ from dflash_lib.hidden_states.store import HiddenStateStore
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """The frozen parts of the target that a drafter uses: embedding module, final norm module, head rows [V', H] (all
-    or those of the draft vocabulary) and `draft_vocab` int64 [V'] (None = all)."""
+    """The frozen parts of the target that a drafter uses: embedding module, final norm module, head rows float32
+    [V', H] (all or those of the draft vocabulary) and `draft_vocab` int64 [V'] (None = all)."""
 
     embedding: nn.Module
     final_norm: nn.Module
     head: Tensor
     draft_vocab: Tensor | None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's embedding, its scaling included, as float32."""
+        return self.embedding(token_ids).float()
+
+    def target_logits(self, last_hidden_state_prenorm: Tensor) -> Tensor:
+        """The target's logits over the head's rows; its norm runs in its own dtype."""
+        dtype = self.final_norm.weight.dtype
+        return F.linear(self.final_norm(last_hidden_state_prenorm.to(dtype)).float(), self.head)
 
     def draft_ids(self, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the reduced head for target ids, and bool whether each is in it (row 0 where not)."""
@@ -57,7 +66,7 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
     head(norm(last state at p - 1)), restricted to the same rows.
     """
     context = network.context(batch.aux_hidden_states, batch.positions)
-    hidden = network(ends.embedding(batch.input_ids), batch.anchors, context)
+    hidden = network(ends.embed(batch.input_ids), batch.anchors, context)
     supervised = batch.weights > 0
     doc, block, slot = torch.nonzero(supervised, as_tuple=True)
     labels, known = ends.draft_ids(batch.labels[supervised])
@@ -70,12 +79,12 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
         if batch.last_hidden_state_prenorm is None:
             raise ValueError("a KL loss needs last_hidden_state_prenorm, which this store does not hold")
         with torch.no_grad():
-            target_logits = F.linear(ends.final_norm(batch.last_hidden_state_prenorm), ends.head)
+            target_logits = ends.target_logits(batch.last_hidden_state_prenorm)
         position = batch.anchors[doc, block] + slot - 1
         loss = loss + kl_weight * weighted_kl(logits, target_logits[doc, position], weights)
     with torch.no_grad():
         hits = (logits.argmax(dim=-1) == labels) & known
-        counts = torch.zeros(batch.weights.shape[-1])
+        counts = torch.zeros(batch.weights.shape[-1], device=weights.device)
         slot_hits = counts.index_add(0, slot, hits.float())
         slot_counts = counts.index_add(0, slot, torch.ones_like(slot, dtype=torch.float32))
     return LossParts(loss, weights.sum(), slot_hits, slot_counts)
@@ -85,14 +94,14 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
 def propose_everywhere(network: DFlashDrafter, ends: TargetEnds, input_ids: Tensor, aux_hidden_states: Tensor,
                        anchors: Tensor, chunk: int = 256) -> Tensor:
     """The drafter's tokens (target ids, int64 [A, S - 1]) for every anchor of one document; aux float32 [T, L, H]."""
-    config = network.config
-    context = network.context(aux_hidden_states[None], torch.arange(len(input_ids))[None])
+    config, device = network.config, ends.head.device
+    context = network.context(aux_hidden_states[None].to(device), torch.arange(len(input_ids), device=device)[None])
     drafted = []
     for part in anchors.split(chunk):
         tokens = torch.full((len(part), config.block_size), config.mask_token_id)
         tokens[:, 0] = input_ids[part]
-        hidden = network(ends.embedding(tokens)[None], part[None], context)[0, :, 1:]
-        drafted.append(ends.target_ids(F.linear(hidden, ends.head).argmax(dim=-1)))
+        hidden = network(ends.embed(tokens.to(device))[None], part[None].to(device), context)[0, :, 1:]
+        drafted.append(ends.target_ids(F.linear(hidden, ends.head).argmax(dim=-1)).cpu())
     return torch.cat(drafted)
 
 

@@ -1,16 +1,13 @@
-"""Trains a drafter from a hidden-state store. Run through torchrun: `python -m dflash_lib.drafter.training JOB.json`.
+"""Trains a drafter from a hidden-state store, step by step, in one process. `training_job` starts it through torchrun.
 
 Every `checkpoint_interval` steps the whole state is saved; a killed run goes on from its newest checkpoint to the same
 weights, bit for bit, because batches are a pure function of seed and step. `log.jsonl` holds a row a step and a row a
 validation; on resume it is cut back to the checkpoint, so no step stands in it twice.
 """
 
-import io
 import json
 import math
 import os
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,26 +18,25 @@ import torch
 
 from dflash_lib.drafter.checkpoints import load_newest, restore_tensors, save_checkpoint, state_tensors
 from dflash_lib.drafter.dataset import Split, TrainingData, draft_vocabulary, split_samples
-from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, load_drafter, save_drafter
+from dflash_lib.drafter.folder import TrainedDrafter, save_drafter
 from dflash_lib.drafter.inference import head_rows
 from dflash_lib.drafter.network import FULL, DFlashDrafter, DrafterConfig
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, validation_acceptance
 from dflash_lib.drafter.warm_start import warm_start
-from dflash_lib.files import hash_value, read_json, write_json, write_text
+from dflash_lib.files import write_text
 from dflash_lib.hidden_states.store import HiddenStateStore
-from dflash_lib.launch import report_progress, run_torchrun, run_worker
-from dflash_lib.progress import Progress
 from dflash_lib.target.generate import stop_token_ids
-from dflash_lib.target.loading import Target, load_target
+from dflash_lib.target.loading import Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The recipe. The defaults are what BENCHMARKS.md supports on SmolLM2-135M.
+    """The recipe. The defaults are those of the demo; BENCHMARKS.md has what they reach and what else was tried.
 
     block_size counts the anchor; mask_token_id is always explicit; intermediate_size None = the target's;
-    draft_vocab_size None = the full head; gamma: decay of the slot weights in slots; kl_weight: share of the KL to the
-    target's distribution in the loss, the rest is cross-entropy; average: decay of the weight average that is
+    draft_vocab_size None = the full head; gamma: decay of the slot weights in slots (the published 4 for block 8 suits
+    long training; where only the first slots are ever accepted, a smaller one learns faster); kl_weight: share of the
+    KL to the target's distribution in the loss, the rest is cross-entropy; average: decay of the weight average that is
     validated and saved, 0 = none; final_learning_rate: share of learning_rate where the cosine ends.
     """
 
@@ -64,8 +60,17 @@ class TrainOptions:
     average: float = 0.99
     seed: int = 0
     validation_samples: int = 24
-    validation_interval: int = 100
-    checkpoint_interval: int = 100
+    validation_interval: int = 250
+    checkpoint_interval: int = 250
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_samples", "anchors_per_sample", "accumulate", "validation_samples",
+                     "validation_interval", "checkpoint_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
+        if not 0 <= self.kl_weight <= 1 or not 0 <= self.average < 1:
+            raise ValueError(f"kl_weight must be 0 to 1 and average 0 to less than 1, got {self.kl_weight} and "
+                             f"{self.average}")
 
 
 class TrainingError(ValueError):
@@ -97,12 +102,18 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 
 class Trainer:
-    """One training job in `folder`: checkpoints/, log.jsonl, job.json and, at the end, best/ and last/."""
+    """One training job in `folder`: checkpoints/, log.jsonl, best/ and, at the end, last/.
+
+    The drafter is on the target's device, its weights and its arithmetic are float32 whatever the target's dtype is.
+    Raises StoreError when the store's states are not this target's, TrainingError when the folder's checkpoint was
+    trained from another store.
+    """
 
     def __init__(self, store: HiddenStateStore, target: Target, folder: Path, options: TrainOptions):
         store.require(target=target.identity)
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
+        check_mask_token(store, options.mask_token_id)
         vocab = None
         if options.draft_vocab_size is not None:
             vocab = draft_vocabulary(store, self.split.train, options.draft_vocab_size, stop_token_ids(target),
@@ -113,7 +124,9 @@ class Trainer:
         if options.warm_start:
             first = store.read(self.split.train[0])
             warm_start(self.network, target, first.aux_hidden_states.float())
-        self.ends = TargetEnds(target.embedding, target.final_norm, head_rows(target.head.weight, vocab), vocab)
+        self.network.to(target.device)
+        self.ends = TargetEnds(target.embedding, target.final_norm, head_rows(target.head.weight, vocab).float(),
+                               None if vocab is None else vocab.to(target.device))
         self.averaged = {name: p.detach().clone() for name, p in self.network.named_parameters()} if (
             options.average) else {}
         matrices = [p for p in self.network.parameters() if p.ndim == 2]
@@ -149,12 +162,10 @@ class Trainer:
                     os.fsync(log.fileno())
                     self.save()
         self.export_folder("last", self.step)
-        summary = {"steps": self.step, "seconds": self.seconds, "best": self.best,
-                   "train_samples": len(self.split.train), "validation_samples": list(self.split.validation),
-                   "parameters": sum(p.numel() for p in self.network.parameters()),
-                   "draft_vocab_size": self.network.config.draft_vocab_size}
-        write_json(self.folder / "summary.json", summary)
-        return summary
+        return {"steps": self.step, "seconds": self.seconds, "best": self.best,
+                "train_samples": len(self.split.train), "validation_samples": list(self.split.validation),
+                "parameters": sum(p.numel() for p in self.network.parameters()),
+                "draft_vocab_size": self.network.config.draft_vocab_size}
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step over `accumulate` batches; returns its log row. Raises TrainingError when not finite."""
@@ -164,7 +175,7 @@ class Trainer:
             group["lr"] = rate
         loss_sum, weight_sum, hits, counts, samples = 0.0, 0.0, 0.0, 0.0, []
         for number in range(self.options.accumulate):
-            batch = self.data.batch(self.step * self.options.accumulate + number)
+            batch = self.data.batch(self.step * self.options.accumulate + number).to(self.ends.head.device)
             parts = batch_loss(self.network, self.ends, batch, self.options.kl_weight)
             parts.loss_sum.backward()
             loss_sum, weight_sum = loss_sum + parts.loss_sum.item(), weight_sum + parts.weight_sum.item()
@@ -172,8 +183,8 @@ class Trainer:
             samples += batch.sample_indices
         if not (math.isfinite(loss_sum) and weight_sum > 0):
             raise TrainingError(f"step {self.step + 1}: loss {loss_sum} over weight {weight_sum} on samples {samples}. "
-                                f"The last whole checkpoint is in {self.folder / 'checkpoints'}; look at these samples "
-                                "with `python -m dflash_lib describe`, or lower learning_rate.")
+                                f"The last whole checkpoint is in {self.folder / 'checkpoints'}. Verify the store "
+                                "(`python -m dflash_lib verify`), look at these samples, or lower learning_rate.")
         for p in self.network.parameters():  # gradients were summed; divide by the whole step's weight
             p.grad.div_(weight_sum)
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.options.clip, error_if_nonfinite=True)
@@ -197,7 +208,7 @@ class Trainer:
         """What is validated and saved: the weight average where there is one."""
         if not self.averaged:
             return self.network
-        network = DFlashDrafter(self.network.config)
+        network = DFlashDrafter(self.network.config).to(self.ends.head.device)
         network.load_state_dict(self.averaged)
         return network
 
@@ -219,15 +230,27 @@ class Trainer:
         """Writes a checkpoint."""
         save_checkpoint(self.folder / "checkpoints", self.step,
                         state_tensors(self.network, self.averaged, self.optimizer),
-                        {"best": self.best, "seconds": self.seconds})
+                        {"best": self.best, "seconds": self.seconds, "store": self.store.plan.hash})
 
     def _resume(self) -> None:
         newest = load_newest(self.folder / "checkpoints")
         if newest is not None:
             tensors, meta = newest
+            if meta["store"] != self.store.plan.hash:
+                raise TrainingError(f"{self.folder}: its checkpoint was trained from another store (plan "
+                                    f"{meta['store'][:12]}, not {self.store.plan.hash[:12]}); choose another folder")
             restore_tensors(tensors, self.network, self.averaged, self.optimizer)
             self.step, self.best, self.seconds = meta["step"], meta["best"], meta["seconds"]
         cut_log(self.folder / "log.jsonl", self.step if newest is not None else -1)
+
+
+def check_mask_token(store: HiddenStateStore, mask_token_id: int) -> None:
+    """Raises TrainingError when the mask token occurs in the store's text: the drafter could not tell a slot to fill
+    from a word (convention 7: explicit, never a silent fallback)."""
+    found = sum(int((store.read_tokens(i)[0] == mask_token_id).sum()) for i in store.sample_indices)
+    if found:
+        raise TrainingError(f"mask_token_id {mask_token_id} stands {found} times in the text of {store.folder}; set it "
+                            "to a row of the target's embedding that text does not use (248070 for Qwen3.5 and 3.6)")
 
 
 def cut_log(path: Path, step: int) -> None:
@@ -245,63 +268,3 @@ def read_log(folder: Path | str) -> tuple[list[dict[str, Any]], list[dict[str, A
     """Step rows and validation rows of a training folder's log."""
     rows = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if "loss" in row], [row for row in rows if "validation" in row]
-
-
-def open_job(folder: Path | str, job: dict[str, Any]) -> str:
-    """Makes `folder` the place of `job`. Returns "new", "continues" or "finished".
-
-    A folder of another job is moved aside to `<folder>-<hash>`, not deleted.
-    """
-    folder = Path(folder)
-    if (folder / "job.json").exists():
-        before = read_json(folder / "job.json")
-        if before == job:
-            return "finished" if (folder / "summary.json").exists() else "continues"
-        aside = folder.with_name(f"{folder.name}-{hash_value(before)[:8]}")
-        if aside.exists():
-            shutil.rmtree(aside)
-        os.rename(folder, aside)
-    elif folder.exists() and any(folder.iterdir()):
-        raise DrafterError(f"{folder}: holds files but no job.json, so it is no training folder; choose another")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "job.json", job)
-    return "new"
-
-
-def start_training(folder: Path | str, *, store: Path | str, model: Path | str, dtype: str, device: str, threads: int,
-                   options: TrainOptions, show: bool = True) -> dict[str, Any]:
-    """Trains in `folder` through torchrun, or goes on where a stopped run ended; returns the summary, with `job` saying
-    which: "new", "continues" or "finished". show: print a progress line. Raises LaunchError with the worker's traceback
-    when it fails."""
-    folder = Path(folder)
-    state = open_job(folder, {
-        "store": str(Path(store).resolve()), "model": str(Path(model).resolve()), "dtype": dtype, "device": device,
-        "threads": threads, "options": asdict(options)})
-    if state != "finished":
-        with Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress:
-
-            def follow(row: dict[str, Any]) -> None:
-                done = row.get("validation")
-                progress.set(row["step"], f"validation acceptance {done['acceptance_length']:.3f}" if done else "")
-
-            run_torchrun("dflash_lib.drafter.training", [str((folder / "job.json").resolve())], 1, folder / "logs",
-                         threads, follow)
-    return {**read_json(folder / "summary.json"), "job": state}
-
-
-def main() -> None:
-    """Entry of the torchrun worker: trains the job in JOB.json's folder."""
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise TrainingError("this release trains on one process; start it with num_processes=1")
-    job_file = Path(sys.argv[1])
-    job = read_json(job_file)
-    torch.set_num_threads(job["threads"])
-    target = load_target(job["model"], job["dtype"], job["device"])
-    store = HiddenStateStore.open(job["store"])
-    trainer = Trainer(store, target, job_file.parent, TrainOptions(**job["options"]))
-    trainer.run(lambda row: report_progress(**row))
-    load_drafter(job_file.parent / "best")  # what was written can be read
-
-
-if __name__ == "__main__":
-    run_worker(main)

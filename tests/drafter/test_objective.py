@@ -110,3 +110,19 @@ def test_batch_loss_equals_block_by_block(tiny_llama):
         assert parts.loss_sum.item() == pytest.approx(loss, rel=1e-4)
         assert parts.weight_sum.item() == pytest.approx(total, rel=1e-5)
     assert parts.slot_counts.tolist() == [0, 3, 3, 3]
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_walk_takes_the_steps_that_evaluation_takes(right):
+    """Training-time acceptance and decoding's own walk are one rule."""
+    from dflash_lib.decoding.acceptance import walk_drafts
+
+    generator = torch.Generator().manual_seed(5)
+    ids, prompt = torch.randint(0, 50, (40,), generator=generator), 7
+    mask = (torch.arange(40) >= prompt).to(torch.uint8)
+    anchors = anchor_candidates(mask)
+    drafted = torch.stack([torch.stack([
+        ids[a + k] if a + k < 40 and torch.rand((), generator=generator) < right else torch.tensor(-1)
+        for k in range(1, 6)]) for a in anchors.tolist()])
+    theirs = walk_drafts(drafted.tolist(), ids.tolist(), prompt, 6)
+    assert walk(ids, mask, anchors, drafted) == [(step.accepted, step.num_new) for step in theirs]

@@ -1,5 +1,6 @@
 """The training job: what it refuses, that it learns, that it goes on bit for bit after a kill."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -11,13 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, TrainOptions, load_drafter, read_log, start_training
+from dflash_lib.drafter import (
+    DrafterError,
+    DrafterProposer,
+    TrainOptions,
+    checkpoints,
+    load_drafter,
+    read_log,
+    start_training,
+)
 from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
-from dflash_lib.drafter.training import Trainer, learning_rate, open_job
+from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
+from dflash_lib.drafter.training_job import only_trainer_of, open_job
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.target.loading import load_target
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
                        validation_samples=2, validation_interval=6, checkpoint_interval=4, average=0.9, kl_weight=0.5)
@@ -141,6 +152,12 @@ def test_mask_token_outside_the_embedding_is_refused(tiny_store, tiny_llama, tmp
         Trainer(tiny_store, tiny_llama, tmp_path, replace(OPTIONS, mask_token_id=384))
 
 
+def test_a_mask_token_that_text_uses_is_refused(tiny_store, tiny_llama, tmp_path):
+    token = int(tiny_store.read_tokens(0)[0][5])
+    with pytest.raises(TrainingError, match=rf"mask_token_id {token} stands \d+ times"):
+        Trainer(tiny_store, tiny_llama, tmp_path, replace(OPTIONS, mask_token_id=token))
+
+
 def test_nan_states_stop_training_with_the_samples_named(tiny_store, tiny_llama, tmp_path, monkeypatch):
     trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
     read = tiny_store.read
@@ -155,17 +172,74 @@ def test_nan_states_stop_training_with_the_samples_named(tiny_store, tiny_llama,
         trainer.train_step()
 
 
-def test_another_job_moves_the_old_folder_aside(tmp_path):
+def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
     folder = tmp_path / "drafter"
     assert open_job(folder, {"steps": 1}) == "new"
     (folder / "weights").write_text("precious")
     assert open_job(folder, {"steps": 1}) == "continues"
     assert open_job(folder, {"steps": 2}) == "new"
     assert [p.read_text() for p in tmp_path.glob("drafter-*/weights")] == ["precious"]
+    (folder / "summary.json").write_text("{}")
+    assert open_job(folder, {"steps": 1}) == "continues" and (folder / "weights").read_text() == "precious"
+    assert open_job(folder, {"steps": 2}) == "finished"
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.txt").write_text("not a training folder")
+    (tmp_path / "other" / ".job.json.partial").write_text("a kill left this")
+    assert open_job(tmp_path / "other", {"steps": 1}) == "new"
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("not a training folder")
     with pytest.raises(DrafterError, match="no job.json"):
-        open_job(tmp_path / "other", {})
+        open_job(tmp_path / "thesis", {})
+
+
+def test_two_trainers_in_one_folder_are_refused(tmp_path):
+    with only_trainer_of(tmp_path / "drafter"):
+        with pytest.raises(TrainingError, match="another process is training here"), only_trainer_of(
+                tmp_path / "drafter"):
+            pass
+        with only_trainer_of(tmp_path / "other"):
+            pass
+    with only_trainer_of(tmp_path / "drafter"):
+        pass
+
+
+def test_a_checkpoint_of_another_store_is_refused(tiny_store, tiny_llama, tmp_path, monkeypatch):
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
+    trainer.train_step()
+    trainer.save()
+    assert Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS).step == 1
+    monkeypatch.setattr(type(tiny_store.plan), "hash", "f" * 64)
+    with pytest.raises(TrainingError, match="trained from another store"):
+        Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_older_one(tiny_store, tiny_llama, tmp_path, monkeypatch):
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
+    trainer.train_step()
+    trainer.save()
+    trainer.train_step()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "publish", full)
+    with pytest.raises(OSError, match="step 2 cannot be written.*No space left.*free there"):
+        trainer.save()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_bfloat16_target_trains_a_float32_drafter(tiny_store, tiny_llama, tmp_path):
+    half = load_target(tiny_llama.path, "bfloat16")
+    first = Trainer(tiny_store, half, tmp_path / "half", OPTIONS)
+    row, reference = first.train_step(), Trainer(tiny_store, tiny_llama, tmp_path / "float", OPTIONS).train_step()
+    assert {p.dtype for p in first.network.parameters()} == {torch.float32}
+    assert row["loss"] == pytest.approx(reference["loss"], rel=0.02) and row["loss"] != reference["loss"]
+    assert first.validate()["acceptance_length"] >= 1
+
+
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0}])
+def test_impossible_options_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        replace(OPTIONS, **bad)
 
 
 def test_training_through_torchrun_and_a_second_call(tiny_store, tiny_llama, tmp_path, capsys):

@@ -11,13 +11,14 @@ from tests.conftest import DATA
 
 TINY = {
     "dtype": "float32", "device": "cpu", "threads": 1, "max_samples": 20, "max_length": 96, "num_aux_layers": 3,
-    "encoding": "bf16", "token_budget": 256, "samples_per_shard": 8, "num_workers": 1, "num_trial_samples": 5,
+    "encoding": "bf16", "token_budget": 256, "samples_per_shard": 8, "num_workers": 2, "num_trial_samples": 5,
     "num_statistics_samples": 8, "block_size": 4, "mask_token_id": 3, "num_drafter_layers": 1, "warm_start": True,
     "drafter_intermediate_size": None, "draft_vocab_size": None, "steps": 6, "batch_samples": 2,
     "anchors_per_sample": 8, "warmup_steps": 2, "validation_samples": 4, "validation_interval": 3, "eval_prompts": 4,
     "eval_max_new_tokens": 12,
     # a random target and six steps: what is measured is that everything runs, not how well it drafts
     "min_validation_acceptance": 1.0, "min_acceptance_length": 1.0, "min_lead": -100.0,
+    "min_validation_gain": -100.0,
 }
 KINDS = ("facts", "stories", "code")
 

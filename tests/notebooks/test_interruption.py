@@ -36,11 +36,11 @@ def wait_for(condition, what):
 
 @pytest.mark.slow
 def test_killed_while_extracting_and_while_training_it_continues(tiny_job, tiny_run):
-    """SIGKILL to the pipeline when the store has its first shard and when the training has logged its first step."""
+    """SIGKILL to the pipeline when the store has its first shard and when the training has its first checkpoint."""
     runs = tiny_job.runs_dir.parent / "killed runs"
     folder = runs / tiny_job.params_file.stem
     command = [sys.executable, "-m", "dflash_lib", "run", str(tiny_job.params_file), "--runs-dir", str(runs)]
-    for sign in ("states/shard-*.h5", "drafter/log.jsonl"):
+    for sign in ("states/shard-*.h5", "drafter/checkpoints/step-*"):
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for(lambda p=process, sign=sign: p.poll() is not None or any(folder.glob(sign)), lambda: "no sign")

@@ -47,6 +47,13 @@ def test_it_is_a_page_that_can_be_shared(tiny_run, name):
         assert text == [], "warnings belong to the reader only when there is something to do"
 
 
+def test_a_store_is_refused_before_the_prepared_rows_are_overwritten():
+    """Otherwise prepared/ holds the new rows and states/ the old ones."""
+    cells = read_notebook(REPOSITORY / "notebooks" / "04_extract.ipynb")["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert -1 < source.find("= open_plan(") < source.find("prepared.save(") < source.find("start_extraction(store")
+
+
 def test_the_report_holds_them_all_and_a_second_run_repeats_none(tiny_run, tiny_job):
     html = build_report(tiny_run.folder).read_text()
     assert all(f'href="{path.stem}.html"' in html for path in NOTEBOOKS) and "FAIL" not in html

@@ -1,0 +1,121 @@
+"""The training job: one folder, one job at a time, started through torchrun, resumed where it ended.
+
+A job is known by what its weights depend on: the store's plan, the target's weights and tokenizer, and the options; not
+by paths, device or number of threads. A folder that holds another job is moved aside, never deleted, and comes back
+when that job is asked for again.
+"""
+
+import fcntl
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_lib.drafter.folder import DrafterError, load_drafter
+from dflash_lib.drafter.training import Trainer, TrainingError, TrainOptions
+from dflash_lib.files import hash_value, read_json, write_json
+from dflash_lib.hidden_states.plan import ExtractionPlan
+from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.launch import report_progress, run_torchrun, run_worker
+from dflash_lib.progress import Progress
+from dflash_lib.target.loading import load_target
+
+
+@contextmanager
+def only_trainer_of(folder: Path) -> Iterator[None]:
+    """Holds `<folder>.lock` while training; the kernel lets go of it however the process ends.
+
+    Raises TrainingError when another process trains in this folder.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TrainingError(f"{folder}: another process is training here; wait for it, or stop it") from error
+        yield
+
+
+def open_job(folder: Path, job: dict[str, Any]) -> str:
+    """Makes `folder` the place of `job`. Returns "new", "continues" or "finished".
+
+    A folder of another job is moved aside to `<folder>-<hash>`; one of this job that was moved aside earlier comes
+    back. Raises DrafterError for a folder with files that are no training job.
+    """
+    found = read_json(folder / "job.json") if (folder / "job.json").exists() else None
+    if found != job:
+        if found is not None:
+            aside, number = folder.with_name(f"{folder.name}-{hash_value(found)[:8]}"), 1
+            while aside.exists():
+                number += 1
+                aside = folder.with_name(f"{folder.name}-{hash_value(found)[:8]}-{number}")
+            os.rename(folder, aside)
+        elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise DrafterError(f"{folder}: holds files but no job.json, so it is no training folder; choose another")
+        earlier = folder.with_name(f"{folder.name}-{hash_value(job)[:8]}")
+        if (earlier / "job.json").exists() and not folder.exists():
+            os.rename(earlier, folder)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "job.json", job)
+            return "new"
+    return "finished" if (folder / "summary.json").exists() else "continues"
+
+
+def start_training(folder: Path | str, *, store: Path | str, model: Path | str, dtype: str, device: str, threads: int,
+                   options: TrainOptions, show: bool = True) -> dict[str, Any]:
+    """Trains in `folder` through torchrun, or goes on where a stopped run ended; returns the summary, with `job` saying
+    which: "new", "continues" or "finished".
+
+    dtype: of the target's modules (the drafter is float32); show: print a progress line. Raises TrainingError while
+    another process trains in the folder, LaunchError with the worker's traceback when it fails.
+    """
+    folder, plan = Path(folder).resolve(), ExtractionPlan.load(store)
+    job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
+           "options": asdict(options)}
+    with only_trainer_of(folder):
+        state = open_job(folder, job)
+        if state != "finished":
+            with Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress:
+                run_torchrun("dflash_lib.drafter.training_job",
+                             [folder, Path(store).resolve(), Path(model).resolve(), device, threads], 1,
+                             folder / "logs", threads, follow(progress))
+    return {**read_json(folder / "summary.json"), "job": state}
+
+
+def follow(progress: Progress) -> Callable[[dict[str, Any]], None]:
+    """What takes the worker's log rows and shows them; the rate counts from the first step seen, not from step 0."""
+    started = False
+
+    def take(row: dict[str, Any]) -> None:
+        nonlocal started
+        if not started:
+            progress.start, started = max(0, row["step"] - 1), True
+        validation = row.get("validation")
+        progress.set(row["step"], f"validation acceptance {validation['acceptance_length']:.3f}" if validation else "")
+
+    return take
+
+
+def main() -> None:
+    """Entry of the torchrun worker: FOLDER STORE MODEL DEVICE THREADS. summary.json is the last thing written."""
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+        raise TrainingError("this release trains on one process; start it with num_processes=1")
+    folder, store, model, device, threads = sys.argv[1:]
+    job = read_json(Path(folder) / "job.json")
+    torch.set_num_threads(int(threads))
+    target = load_target(model, job["dtype"], device)
+    trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), TrainOptions(**job["options"]))
+    summary = trainer.run(lambda row: report_progress(**row))
+    load_drafter(Path(folder) / "best")  # what was written can be read
+    write_json(Path(folder) / "summary.json", summary)
+
+
+if __name__ == "__main__":
+    run_worker(main)
