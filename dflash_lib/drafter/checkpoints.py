@@ -1,8 +1,8 @@
 """Training checkpoints: whole folders, the newest used, old ones pruned.
 
 A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, AdamW moments) and `state.json`
-(step, best validation, seconds, hash of the store's plan). It is written as a hidden folder beside its place and renamed
-when everything in it is on disk, so a kill leaves the older checkpoint untouched.
+(step, best validation, seconds, hash of the store's plan). It is written as a hidden folder beside its place and
+renamed when everything in it is on disk, so a kill leaves the older checkpoint untouched.
 """
 
 import os

@@ -202,12 +202,13 @@ def test_two_trainers_in_one_folder_are_refused(tmp_path):
         pass
 
 
-def test_a_checkpoint_of_another_store_is_refused(tiny_store, tiny_llama, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_store_is_refused(tiny_store, tiny_llama, tmp_path):
     trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
     trainer.train_step()
     trainer.save()
     assert Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS).step == 1
-    monkeypatch.setattr(type(tiny_store.plan), "hash", "f" * 64)
+    state = tmp_path / "checkpoints" / "step-00000001" / "state.json"
+    state.write_text(state.read_text().replace(tiny_store.plan.hash, "f" * 64))
     with pytest.raises(TrainingError, match="trained from another store"):
         Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
 
