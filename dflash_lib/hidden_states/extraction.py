@@ -16,6 +16,7 @@ from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.files import human_bytes
 from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan, describe_differences, make_plan
 from dflash_lib.hidden_states.schema import StoreError, get_encoding
+from dflash_lib.hidden_states.shards import remove_dead_partials
 from dflash_lib.hidden_states.store import missing_shards
 from dflash_lib.launch import run_torchrun
 from dflash_lib.progress import Progress
@@ -98,6 +99,7 @@ def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path
                          f"{torch.cuda.device_count()} CUDA devices")
     prepared = PreparedRows.load(prepared_folder)
     plan = open_plan(store, model, prepared, options, dtype)
+    remove_dead_partials(store)
     todo, damaged = missing_shards(store, plan)
     if not todo:
         return ExtractionReport(0, 0, time.monotonic() - began, 0.0, {})

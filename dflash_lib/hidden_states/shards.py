@@ -2,12 +2,16 @@
 
 import hashlib
 import json
+import os
+import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 
 from dflash_lib.files import human_bytes, publish
 from dflash_lib.hidden_states.plan import ExtractionPlan
@@ -28,6 +32,34 @@ from dflash_lib.hidden_states.schema import (
 from dflash_lib.target.capture import CapturedSample
 
 HDF5_FORMAT = ("v110", "v110")  # checksummed metadata; every HDF5 since 1.10 reads it
+
+
+def _partial_path(path: Path) -> Path:
+    """The hidden file that becomes `path`: of this process alone, so that a second writer of the shard (another job on
+    the same store) cannot write into it. Both would write the same bytes; the last rename wins."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def remove_dead_partials(store: Path | str) -> list[str]:
+    """Removes what killed writers on this host left in a store's folder; returns the names.
+
+    Another host's stay: whether its writers live cannot be asked from here.
+    """
+    name = re.compile(rf"\.shard-\d+\.h5\.{re.escape(socket.gethostname())}\.(\d+)\.partial")
+    removed = []
+    for path in sorted(Path(store).glob(".shard-*.partial")):
+        found = name.fullmatch(path.name)
+        if found and not _runs(int(found[1])):
+            path.unlink(missing_ok=True)  # a second job may have removed it first
+            removed.append(path.name)
+    return removed
 
 
 class _GuardedFile:
@@ -123,7 +155,7 @@ class ShardWriter:
     def __init__(self, store: Path | str, plan: ExtractionPlan, index: int):
         self.plan, self.index = plan, index
         self.path = Path(store) / shard_name(index)
-        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        self.partial = _partial_path(self.path)
         self.input_ids: list[np.ndarray] = []
         self.loss_mask: list[np.ndarray] = []
         self.sample_index: list[int] = []

@@ -4,6 +4,9 @@ import json
 import os
 import pickle
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import h5py
@@ -13,7 +16,7 @@ import torch
 
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import AUX, ENCODINGS, LAST, StoreError, shard_name
-from dflash_lib.hidden_states.shards import ShardWriter
+from dflash_lib.hidden_states.shards import ShardWriter, remove_dead_partials
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards, read_shard_index
 from dflash_lib.target.capture import CapturedSample, capture_batch
 from tests.hidden_states.rows import make_prepared, make_store
@@ -184,9 +187,42 @@ class TestShardWriter:
         plan, writer = self.start(tmp_path, tiny_llama, prepared)
         with pytest.raises(KeyboardInterrupt), writer:
             writer.add(plan.samples_of(0)[0], *self.sample(prepared, plan.samples_of(0)[0]))
-            assert self.files(tmp_path) == [".shard-00000.h5.partial"]
+            assert self.files(tmp_path) == [f".shard-00000.h5.{socket.gethostname()}.{os.getpid()}.partial"]
             raise KeyboardInterrupt
         assert self.files(tmp_path) == []
+
+    def test_two_writers_of_one_shard_do_not_disturb_each_other(self, tmp_path, tiny_llama, prepared, monkeypatch):
+        plan, writer = self.start(tmp_path, tiny_llama, prepared)
+        with writer:
+            for index in plan.samples_of(0):
+                writer.add(index, *self.sample(prepared, index))
+        alone = (tmp_path / "store" / shard_name(0)).read_bytes()
+        first = ShardWriter(tmp_path / "store", plan, 0)
+        monkeypatch.setattr("dflash_lib.hidden_states.shards.os.getpid", lambda: 1)  # the second in another process
+        second = ShardWriter(tmp_path / "store", plan, 0)
+        with second:
+            with first:
+                for index in plan.samples_of(0):
+                    first.add(index, *self.sample(prepared, index))
+                    second.add(index, *self.sample(prepared, index))
+            assert (tmp_path / "store" / shard_name(0)).read_bytes() == alone
+        assert (tmp_path / "store" / shard_name(0)).read_bytes() == alone
+        assert self.files(tmp_path) == [shard_name(0)]
+
+    def test_only_what_dead_writers_of_this_host_left_is_removed(self, tmp_path):
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        zombie = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # ended, and not asked for its status
+        host = socket.gethostname()
+        dead = sorted(f".shard-00000.h5.{host}.{pid}.partial" for pid in (gone.pid, zombie.pid))
+        kept = [f".shard-00001.h5.{host}.{os.getpid()}.partial", f".shard-00002.h5.else{host}.{gone.pid}.partial",
+                "shard-00003.h5", f".plan.json.{host}.{gone.pid}.partial"]
+        for name in (*dead, *kept):
+            (tmp_path / name).touch()
+        assert remove_dead_partials(tmp_path) == dead
+        zombie.wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
     def test_a_sample_that_is_missing_or_added_twice_is_refused(self, tmp_path, tiny_llama, prepared):
         plan, writer = self.start(tmp_path, tiny_llama, prepared)
