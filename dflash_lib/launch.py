@@ -23,6 +23,7 @@ from typing import Any
 
 PROGRESS_MARK = "@progress "
 PR_SET_PDEATHSIG = 1
+AGENT = "DFLASH_AGENT"  # environment variable: the guard's pid, for the workers
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
 
@@ -54,16 +55,25 @@ def run_worker(main: Callable[[], None]) -> None:
     """What a worker module calls: ends with its agent, and leaves its traceback where the launcher finds it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    die_with_parent()
+    # A worker comes here seconds after its start, with PyTorch imported: by then its agent may have been killed, and
+    # its parent is another process. So the agent's id comes from the agent.
+    die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
     record(main)()
 
 
 def _first_failure(error_folder: Path) -> tuple[int, str] | None:
-    """Rank and traceback of the rank that failed first, from the error files that torchrun's workers leave."""
+    """Rank and traceback of the rank that failed first, from the error files that torchrun's workers leave.
+
+    A file that is no whole JSON (its writer was killed, the disk is full) counts with its text as it is, "" included.
+    """
     found = []
     for path in error_folder.glob("*/attempt_*/*/error.json"):
-        message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            message = json.loads(text)["message"]
+            text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            text = text.strip()
         found.append((path.stat().st_mtime_ns, int(path.parent.name), text))
     return min(found)[1:] if found else None
 
@@ -85,8 +95,8 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
 
     log_dir: gets `<last part of module>.log`, the whole output of all ranks; threads: OMP_NUM_THREADS of each process;
     on_progress: called in this thread with the fields of each `report_progress`. Any exception raised here, Ctrl-C
-    and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. `sys.path` of this
-    process is passed on, so that the workers import the same package.
+    and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. The workers get this
+    repository and PYTHONPATH as their import path, not what else this process has in `sys.path`.
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -98,7 +108,7 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
     command = [sys.executable, "-m", "dflash_lib.launch", str(os.getpid()),
                "--standalone", f"--nproc-per-node={num_processes}", "--max-restarts=0", f"--log-dir={error_folder}",
                "--module", module, *map(str, args)]
-    tail: deque[str] = deque(maxlen=40)
+    tail: deque[str] = deque(maxlen=120)  # torchrun's own words about a failure take some 50 lines
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
     try:
@@ -120,11 +130,11 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
         _remove_tree(error_folder)
     if code == 0:
         return
-    if failure is not None:
+    if failure is not None and failure[1]:
         raise LaunchError(f"{module}: rank {failure[0]} of {num_processes} failed (output: {log}):\n{failure[1]}",
                           failure[0])
     raise LaunchError(f"{module}: ended with code {code} and left no traceback; was it killed, or out of memory? "
-                      f"The end of its output ({log}):\n{''.join(tail)}")
+                      f"The end of its output ({log}):\n{''.join(tail)}", failure[0] if failure is not None else None)
 
 
 def _remove_tree(folder: Path) -> None:
@@ -138,6 +148,7 @@ def _remove_tree(folder: Path) -> None:
 def _guard(argv: list[str]) -> None:
     """Becomes torchrun's agent, tied to the life of the process that launched it (`argv[0]` is its id)."""
     die_with_parent(int(argv[0]))
+    os.environ[AGENT] = str(os.getpid())
     sys.argv = ["torchrun", *argv[1:]]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 

@@ -48,6 +48,31 @@ def test_a_killed_rank_is_reported_with_the_end_of_the_output(tmp_path):
     assert "SIGKILL" in str(caught.value)
 
 
+@pytest.mark.parametrize("what, shown", [("empty", "words of a rank whose error file is empty"),
+                                         ("cut", '{"message": {"message": "RuntimeError: disk')])
+def test_a_cut_error_file_does_not_hide_the_error(tmp_path, what, shown):
+    with pytest.raises(LaunchError) as caught:
+        run_torchrun(WORKER, [what], 1, tmp_path, threads=1)
+    assert shown in str(caught.value) and caught.value.rank == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["launch_worker.log"]
+
+
+def test_a_worker_whose_agent_was_killed_while_it_started_does_not_begin():
+    """Its parent is then another process, which lives on: here this test."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    worker = subprocess.run([sys.executable, "-m", WORKER, "work"], cwd=ROOT, capture_output=True, text=True,
+                            env={**os.environ, "RANK": "0", "OMP_NUM_THREADS": "1", "DFLASH_AGENT": str(dead.pid)})
+    assert worker.returncode != 0 and "the process that started this one has ended" in worker.stderr
+    assert worker.stdout == ""
+
+
+def test_a_worker_is_told_its_agent(tmp_path):
+    seen = []
+    run_torchrun(WORKER, ["work"], 1, tmp_path, threads=1, on_progress=seen.append)
+    assert seen[0]["agent"] == str(seen[0]["parent"])
+
+
 def test_progress_arrives_output_is_logged_and_nothing_else_is_left(tmp_path):
     seen = []
     run_torchrun(WORKER, ["work"], 1, tmp_path, threads=3, on_progress=seen.append)
