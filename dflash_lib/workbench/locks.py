@@ -1,7 +1,8 @@
 """One run at a time in a run folder: a lock file that names its holder and outlives no one.
 
 The file holds pid, start time and host of the holder. A holder that is gone, or whose pid now belongs to another
-process, is set aside by a rename, which exactly one of several waiting processes wins.
+process, is set aside by a rename, which exactly one of several waiting processes wins. So is a lock that cannot
+be read: a lock appears with its content, so an empty or cut one is what a power failure left.
 """
 
 import json
@@ -22,14 +23,20 @@ class RunLocked(ValueError):
 
 
 def _read(path: Path) -> dict | None:
+    """The holder that a lock names; None without a lock, {} when it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        holder = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValueError:  # no JSON, no UTF-8
+        return {}
+    return holder if isinstance(holder, dict) and {"pid", "started", "host"} <= holder.keys() else {}
 
 
 def _alive(holder: dict) -> bool:
-    """Whether the holder still runs. A holder on another host cannot be asked and counts as alive."""
+    """Whether the holder still runs. One on another host cannot be asked and counts as alive; {} is dead."""
+    if not holder:
+        return False
     if holder["host"] != socket.gethostname():
         return True
     try:
@@ -62,9 +69,12 @@ def run_lock(folder: Path) -> Iterator[None]:
     """Holds the run folder. Raises RunLocked while another live process does; a dead one's lock is taken over."""
     path = folder / LOCK_NAME
     own = path.with_name(f"{LOCK_NAME}.{os.getpid()}")
-    own.write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time(),
-                               "host": socket.gethostname()}))
     try:
+        with open(own, "w", encoding="utf-8") as file:
+            json.dump({"pid": os.getpid(), "started": psutil.Process().create_time(), "host": socket.gethostname()},
+                      file)
+            file.flush()
+            os.fsync(file.fileno())  # before the link: a power cut must not leave an empty lock
         while True:
             try:
                 os.link(own, path)  # atomic, with its content: nobody ever reads an empty lock

@@ -44,3 +44,22 @@ def test_a_holder_on_another_host_is_believed(tmp_path):
     write_lock(tmp_path, host="elsewhere", pid=1)
     with pytest.raises(RunLocked, match="on elsewhere"), run_lock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pid": 1, "sta', b"\xff\x00", b"{}", b"[]"])
+def test_a_lock_that_cannot_be_read_is_taken_over(tmp_path, content):
+    """What a power cut leaves."""
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    assert lock_holder(tmp_path) is None
+    with run_lock(tmp_path):
+        assert lock_holder(tmp_path) == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_on_the_disk_before_it_is_one(tmp_path, monkeypatch):
+    seen, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (real(fd), seen.append(
+        (os.fstat(fd).st_ino, os.fstat(fd).st_size, (tmp_path / LOCK_NAME).exists()))))
+    with run_lock(tmp_path):
+        stat = (tmp_path / LOCK_NAME).stat()
+    assert (stat.st_ino, stat.st_size, False) in seen and stat.st_size > 0
