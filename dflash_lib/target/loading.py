@@ -22,7 +22,7 @@ class Target:
     """A frozen target and the modules that the workbench taps.
 
     model: the whole causal language model in eval mode, no gradients; tokenizer: its tokenizer; identity: what a store
-    records (name, revision, weights hash, tokenizer hash, dtype, transformers version).
+    records (name; hashes of weights, config and tokenizer; dtype; Transformers' version).
     """
 
     path: Path

@@ -45,14 +45,19 @@ class TargetSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What is free here: bytes of memory on the device, and of disk where the states go; CPU cores and GPU names."""
+    """What is free here: bytes of memory on the device, and of disk where the states go; disk_stored: bytes of the
+    shards that lie there already; CPU cores and GPU names."""
 
     memory_free: int
-    memory_total: int
     disk_free: int
-    disk_total: int
+    disk_stored: int
     num_cpus: int
     gpus: tuple[str, ...]
+
+    @property
+    def disk_for_states(self) -> int:
+        """Bytes that the whole store may take: what is free, and what its finished shards take already."""
+        return self.disk_free + self.disk_stored
 
 
 def target_size(model: Path | str) -> TargetSize:
@@ -155,19 +160,19 @@ def data_size(conversations: Path | str, tokenizer, max_samples: int | None, max
                     num_probed=num_probed, mean_length=sum(lengths) / len(lengths))
 
 
-def resources(data_folder: Path | str, device: str = "cpu") -> Resources:
-    """What this machine has free; `data_folder` need not exist yet."""
-    folder = next(p for p in (Path(data_folder).absolute(), *Path(data_folder).absolute().parents) if p.exists())
+def resources(store: Path | str, device: str = "cpu") -> Resources:
+    """What this machine has free; the folder `store` need not exist yet."""
+    folder = next(p for p in (Path(store).absolute(), *Path(store).absolute().parents) if p.exists())
     disk = psutil.disk_usage(str(folder))
+    stored = sum(path.stat().st_size for path in Path(store).glob("shard-*.h5"))
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if device.startswith("cuda"):
         if not gpus:
             raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
-        free, total = torch.cuda.mem_get_info(device)
+        free, _ = torch.cuda.mem_get_info(device)
     else:
-        memory = psutil.virtual_memory()
-        free, total = min([memory.available, *_cgroup_free()]), memory.total
-    return Resources(memory_free=free, memory_total=total, disk_free=disk.free, disk_total=disk.total,
+        free = min([psutil.virtual_memory().available, *_cgroup_free()])
+    return Resources(memory_free=free, disk_free=disk.free, disk_stored=stored,
                      num_cpus=psutil.cpu_count() or 1, gpus=gpus)
 
 

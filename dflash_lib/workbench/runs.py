@@ -75,7 +75,6 @@ class Run:
 
     def __init__(self, folder: Path, notebook: str, params: dict[str, Any], differences: dict[str, list]):
         self.folder, self.notebook, self.params, self.differences = folder, notebook, params, differences
-        self.repository = REPOSITORY
         self.checks: list[Check] = []
         self.figures: list[dict[str, str]] = []
         self.began, self.began_ns = time.monotonic(), time.time_ns()

@@ -85,13 +85,21 @@ def test_data_size_counts_what_will_be_used(tiny_llama, tmp_path):
 
 def test_resources_of_this_machine(tmp_path, monkeypatch):
     found = resources(tmp_path / "not" / "there" / "yet")
-    assert 0 < found.memory_free <= found.memory_total and 0 < found.disk_free <= found.disk_total
+    assert found.memory_free > 0 and found.disk_for_states == found.disk_free > 0
     assert found.num_cpus >= 1
     monkeypatch.setattr(capacity, "_cgroup_free", lambda: iter([1234]))
     assert resources(tmp_path).memory_free == 1234, "a container's limit counts when it is tighter"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TargetError, match="no CUDA device"):
         resources(tmp_path, "cuda:0")
+
+
+def test_the_shards_that_a_store_holds_are_room_for_it(tmp_path):
+    """A finished store on a full disk fits, when the notebook is repeated."""
+    for name, size in (("shard-00000.h5", 3000), ("shard-00001.h5", 500), (".shard-00002.h5.host.1.partial", 70)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    found = resources(tmp_path)
+    assert found.disk_stored == 3500 and found.disk_for_states == found.disk_free + 3500
 
 
 def test_a_containers_own_memory_limit(tmp_path):
