@@ -99,8 +99,10 @@ class PreparedRows:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) over the arrays and everything that prepared.json says."""
-        digest = hashlib.sha256(canonical_json(self._meta()).encode("utf-8"))
+        """sha256 (hex) over the rows and where they come from: arrays, sample ids, options, tokenizer hash. The hash of
+        the conversation file is no part of it: lines appended behind the last row that was taken change no row."""
+        meta = {"options": asdict(self.options), "tokenizer_hash": self.tokenizer_hash, "sample_ids": self.sample_ids}
+        digest = hashlib.sha256(canonical_json(meta).encode("utf-8"))
         for values in (self.input_ids, self.loss_mask, self.offsets):
             digest.update(np.ascontiguousarray(values).view(np.uint8))
         return digest.hexdigest()

@@ -18,6 +18,7 @@ from dflash_lib.hidden_states.schema import SCHEMA, StoreError, bytes_per_token,
 from dflash_lib.target.capture import check_layer_ids, padding_share, plan_batches
 
 PLAN_FILE = "plan.json"
+ONLY_RECORDED = {"target.name", "target.transformers", "data.source_sha256"}  # said, and never a reason to refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +92,17 @@ class ExtractionPlan:
         return padding_share(lengths, [batch for shard in self.shards for batch in shard])
 
     def differences(self, other: "ExtractionPlan") -> dict[str, tuple[Any, Any]]:
-        """What differs, as {name: (here, there)}. The folder name of the target does not count."""
+        """What differs, as {name: (here, there)}. What is ONLY_RECORDED does not count: a moved folder,
+        an update of Transformers, lines appended to the conversation file that change no row."""
         here, there = asdict(self), asdict(other)
         flat = {}
         for name in here:
             if name in ("target", "data"):
-                keys = sorted({*here[name], *there[name]} - {"name"})
+                keys = sorted({*here[name], *there[name]})
                 flat |= {f"{name}.{key}": (here[name].get(key), there[name].get(key)) for key in keys}
             elif name not in ("shards", "shard_tokens"):
                 flat[name] = (here[name], there[name])
-        found = {name: pair for name, pair in flat.items() if pair[0] != pair[1]}
+        found = {name: pair for name, pair in flat.items() if pair[0] != pair[1] and name not in ONLY_RECORDED}
         if not found and (self.shards, self.shard_tokens) != (other.shards, other.shard_tokens):
             found["shards"] = ("one way to form batches", "another")
         return found

@@ -1,5 +1,6 @@
 """Reads a hidden-state store: whole samples, fast, from any number of processes."""
 
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -133,6 +134,11 @@ class HiddenStateStore:
     @property
     def num_samples(self) -> int:
         return len(self._where)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Samples that the extraction left out because their states were unusable."""
+        return sum(len(json.loads(content.quarantined)) for content in self.shards.values())
 
     @property
     def target_layer_ids(self) -> list[int]:

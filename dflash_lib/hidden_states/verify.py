@@ -25,15 +25,16 @@ from dflash_lib.hidden_states.store import HiddenStateStore
 
 @dataclass(frozen=True)
 class StoreCheck:
-    """One named check: num_faults, and the first fault in words ("" when there is none)."""
+    """One named check: num_faults, the first fault in words ("" when there is none), how many faults are allowed."""
 
     name: str
     num_faults: int
     first_fault: str = ""
+    limit: int = 0
 
     @property
     def ok(self) -> bool:
-        return self.num_faults == 0
+        return self.num_faults <= self.limit
 
 
 class _Faults:
@@ -49,6 +50,12 @@ class _Faults:
 
 NAMES = ["checksums", "samples missing", "samples quarantined", "token ids", "loss mask", "rows not finite",
          "rows all zero", "last-state rows missing"]
+MAX_QUARANTINED_SHARE = 0.001  # a rare unusable sample must not block a job for ever; more mean a broken target
+
+
+def max_quarantined(num_samples: int) -> int:
+    """How many of a store's samples may be quarantined: 0.1 %, but one in a small store."""
+    return max(1, int(num_samples * MAX_QUARANTINED_SHARE))
 
 
 def verify_store(store: HiddenStateStore, prepared: PreparedRows,
@@ -56,7 +63,8 @@ def verify_store(store: HiddenStateStore, prepared: PreparedRows,
     """Reads the whole store once and returns the checks in NAMES, one each, faults counted.
 
     on_progress: called with the number of tokens read so far. A shard whose bytes cannot be read counts as a checksum
-    fault. Raises StoreError when the store was made from other rows than `prepared`.
+    fault. No fault is allowed, except `max_quarantined` samples. Raises StoreError when the store was made from other
+    rows than `prepared`.
     """
     store.require(data_fingerprint=prepared.fingerprint)
     faults = _Faults(NAMES)
@@ -66,7 +74,7 @@ def verify_store(store: HiddenStateStore, prepared: PreparedRows,
         try:
             _verify_shard(store, shard, prepared, faults)
         except OSError as error:
-            faults.add("checksums", 1, f"{shard_name(shard)}: {error}")
+            faults.add("checksums", 1, f"{shard_name(shard)}: {error}. {_repair(shard_name(shard))}")
         content = store.shards[shard]
         seen.update(content.sample_index.tolist())
         for entry in json.loads(content.quarantined):
@@ -77,7 +85,8 @@ def verify_store(store: HiddenStateStore, prepared: PreparedRows,
             on_progress(num_tokens)
     absent = sorted(set(range(len(prepared))) - seen)
     faults.add("samples missing", len(absent), f"sample {absent[0]}" if absent else "")
-    return [StoreCheck(name, faults.count[name], faults.first[name]) for name in NAMES]
+    limits = {"samples quarantined": max_quarantined(len(prepared))}
+    return [StoreCheck(name, faults.count[name], faults.first[name], limits.get(name, 0)) for name in NAMES]
 
 
 def require_verified(checks: list[StoreCheck]) -> None:
@@ -130,6 +139,11 @@ def _verify_states(dataset: h5py.Dataset, content, where: str, faults: _Faults) 
     _compare_digest(dataset, digest, where, faults)
 
 
+def _repair(where: str) -> str:
+    """What to do about a shard that fails: resuming replaces shards that are absent or cannot be opened, no others."""
+    return f"Delete {where} from the store and run 04_extract again: it makes this shard anew."
+
+
 def _compare_digest(dataset: h5py.Dataset, digest, where: str, faults: _Faults) -> None:
     if get_attribute(dataset, "sha256") != digest.hexdigest():
-        faults.add("checksums", 1, f"{where}: {dataset.name[1:]} differs from what was written")
+        faults.add("checksums", 1, f"{where}: {dataset.name[1:]} differs from what was written. {_repair(where)}")

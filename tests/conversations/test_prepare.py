@@ -146,11 +146,20 @@ def test_the_fingerprint_sees_every_change(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", *ROWS)
     seen = {prepare(path, tokenizer, options).fingerprint
             for options in (OPTIONS, PrepareOptions(max_length=91, min_supervised=4))}
-    seen.add(prepare(write(tmp_path / "d.jsonl", *ROWS[:3]), tokenizer, OPTIONS).fingerprint)
+    seen.add(prepare(write(tmp_path / "d.jsonl", *ROWS[:2]), tokenizer, OPTIONS).fingerprint)
+    seen.add(prepare(write(tmp_path / "e.jsonl", {**ROWS[0], "id": "z"}, *ROWS[1:]), tokenizer, OPTIONS).fingerprint)
     other = make_tokenizer()
     other.chat_template = CHAT_TEMPLATE + "{# says nothing #}"
     seen.add(prepare(path, other, OPTIONS).fingerprint)
-    assert len(seen) == 4
+    assert len(seen) == 5
+
+
+def test_lines_appended_behind_the_last_row_do_not_change_the_fingerprint(tmp_path, tokenizer):
+    options = PrepareOptions(max_length=90, min_supervised=4, max_samples=2)
+    before = prepare(write(tmp_path / "c.jsonl", *ROWS[:3]), tokenizer, options)
+    after = prepare(write(tmp_path / "c.jsonl", *ROWS[:3], ROWS[3], chat("new", "Hi", "Hello there.")), tokenizer,
+                    options)
+    assert before.source_sha256 != after.source_sha256 and before.fingerprint == after.fingerprint
 
 
 def test_damaged_folders(tmp_path, tokenizer):
@@ -160,7 +169,7 @@ def test_damaged_folders(tmp_path, tokenizer):
         PreparedRows.load(folder)
     rows.save(folder)
     meta = json.loads((folder / "prepared.json").read_text())
-    (folder / "prepared.json").write_text(json.dumps({**meta, "kinds": ["x", "y"]}))
+    (folder / "prepared.json").write_text(json.dumps({**meta, "sample_ids": ["x", "y"]}))
     with pytest.raises(ValueError, match="do not belong together"):
         PreparedRows.load(folder)
     del meta["refused"]

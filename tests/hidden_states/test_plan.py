@@ -1,5 +1,7 @@
 """plan: a pure function of rows and options, kept as JSON, differences shown."""
 
+from dataclasses import replace
+
 import pytest
 
 from dflash_lib.hidden_states.plan import ExtractionPlan, make_plan
@@ -54,6 +56,13 @@ def test_a_plan_survives_its_file_and_a_damaged_one_is_refused(tmp_path, plan):
             ExtractionPlan.load(tmp_path)
     with pytest.raises(StoreError, match="no hidden-state store"):
         ExtractionPlan.load(tmp_path / "nowhere")
+
+
+def test_an_update_of_transformers_and_appended_lines_are_recorded_and_refuse_nothing(tiny_llama, plan):
+    prepared = replace(make_prepared(tiny_llama), source_sha256="1" * 64)
+    later = make_plan({**tiny_llama.identity, "transformers": "99.0"}, tiny_llama.config, prepared, make_options())
+    assert (later.target["transformers"], later.data["source_sha256"]) == ("99.0", "1" * 64)
+    assert plan.differences(later) == {}
 
 
 def test_differences_name_what_differs_and_not_the_folders_name(tiny_llama, plan):

@@ -1,5 +1,7 @@
 """verify: a sound store passes, and each planted fault is found under its name."""
 
+import hashlib
+import json
 import shutil
 
 import h5py
@@ -8,7 +10,7 @@ import pytest
 
 from dflash_lib.hidden_states.schema import AUX, ENCODINGS, LAST, StoreError, read_raw, shard_name, write_raw
 from dflash_lib.hidden_states.store import HiddenStateStore
-from dflash_lib.hidden_states.verify import NAMES, require_verified, verify_store
+from dflash_lib.hidden_states.verify import NAMES, max_quarantined, require_verified, verify_store
 from tests.hidden_states.rows import make_prepared, make_store
 
 
@@ -58,7 +60,7 @@ def test_a_flipped_byte_in_the_data_is_found(copied, prepared):
     raw[chunk.byte_offset + chunk.size // 2] ^= 4
     path.write_bytes(raw)
     num, text = failed(copied, prepared)["checksums"]
-    assert num >= 1 and "shard-00001.h5" in text
+    assert num >= 1 and "Delete shard-00001.h5 from the store and run 04_extract again" in text
     with HiddenStateStore.open(copied) as store, pytest.raises(StoreError, match="checksums"):
         require_verified(verify_store(store, prepared))
 
@@ -89,11 +91,44 @@ def test_a_changed_token_and_mask_are_found(copied, prepared):
     assert found["token ids"][0] == found["loss mask"][0] == 1
 
 
+def quarantine(file, num):
+    """Moves the last `num` samples of a shard to its list of quarantined ones."""
+    start = int(file["offsets"][-1 - num])
+    gone = file["sample_index"][-num:].tolist()
+    file.attrs["quarantined"] = np.bytes_(json.dumps([{"sample_index": i, "reason": "3 rows all zero"} for i in gone]))
+    values = {"offsets": file["offsets"][:-num], "sample_index": file["sample_index"][:-num],
+              **{name: file[name][:start] for name in ("input_ids", "loss_mask")}}
+    for name, value in values.items():
+        del file[name]
+        file.create_dataset(name, data=value).attrs["sha256"] = np.bytes_(hashlib.sha256(value).hexdigest())
+    for name in (AUX, LAST):
+        raw = read_raw(file[name], 0, start)
+        file[name].id.set_extent(raw.shape)
+        file[name].attrs["sha256"] = np.bytes_(hashlib.sha256(raw).hexdigest())
+    return gone
+
+
+def test_a_rare_quarantined_sample_does_not_block_but_many_do(copied, prepared):
+    with h5py.File(copied / shard_name(0), "r+") as file:
+        quarantine(file, 1)
+    with HiddenStateStore.open(copied) as store:
+        require_verified(verify_store(store, prepared))
+        assert (store.num_samples, store.num_quarantined) == (len(prepared) - 1, 1)
+    with h5py.File(copied / shard_name(1), "r+") as file:
+        quarantine(file, 1)
+    assert failed(copied, prepared)["samples quarantined"][0] == 2
+
+
+def test_how_many_may_be_quarantined():
+    assert [max_quarantined(n) for n in (1, 450, 1999, 2000, 800_000)] == [1, 1, 1, 2, 800]
+
+
 def test_samples_that_are_missing_or_quarantined_are_counted(copied, prepared):
     with h5py.File(copied / shard_name(2), "r+") as file:
         gone = file["sample_index"][:]
-        file.attrs["quarantined"] = np.bytes_(f'[{{"sample_index": {gone[0]}, "reason": "3 rows all zero"}}]')
-    assert failed(copied, prepared) == {"samples quarantined": (1, f"sample {gone[0]}: 3 rows all zero")}
+        file.attrs["quarantined"] = np.bytes_(json.dumps(
+            [{"sample_index": int(i), "reason": "3 rows all zero"} for i in gone[:2]]))
+    assert failed(copied, prepared) == {"samples quarantined": (2, f"sample {gone[0]}: 3 rows all zero")}
     (copied / shard_name(2)).unlink()
     with HiddenStateStore.open(copied, allow_incomplete=True) as store:
         checks = {check.name: check.num_faults for check in verify_store(store, prepared)}
