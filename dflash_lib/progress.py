@@ -1,23 +1,34 @@
 """One progress line: a live bar where a person watches, a plain line every few seconds where a log is written."""
 
+import os
 import sys
 import time
 from typing import TextIO
 
 
+def watched(stream: TextIO) -> bool:
+    """Whether a person watches `stream` redraw itself: a terminal, or a kernel that a Jupyter server started for an
+    open notebook. Kernels of papermill have no such session, and the pipeline's own are marked."""
+    if stream.isatty():
+        return True
+    return "ipykernel" in sys.modules and bool(os.environ.get("JPY_SESSION_NAME")) and (
+        "DFLASH_PIPELINE_PID" not in os.environ)
+
+
 class Progress:
     """Counts work towards `total` and reports rate and time left.
 
-    On a terminal or in a live Jupyter front end (`live=True`) the line is rewritten in place; otherwise a line is
-    printed at most every `interval` seconds, because a bar that redraws itself floods an executed notebook (plain tqdm
-    under papermill wrote 41 outputs for 40 steps).
+    Where it is `watched` (or `live=True`) the line is rewritten in place; otherwise a line is printed at most every
+    `interval` seconds, because a bar that redraws itself floods an executed notebook (plain tqdm under papermill wrote
+    41 outputs for 40 steps).
     """
 
     def __init__(self, total: int, what: str, unit: str = "it", interval: float = 5.0, live: bool | None = None,
                  stream: TextIO | None = None, start: int = 0):
         self.total, self.what, self.unit, self.interval = total, what, unit, interval
         self.stream = stream or sys.stdout
-        self.live = self.stream.isatty() if live is None else live
+        self.live = watched(self.stream) if live is None else live
+        self.width = 0
         self.done = self.start = start
         self.began = self.last = time.monotonic()
         self.note = ""
@@ -46,7 +57,12 @@ class Progress:
         return f"{text}, {self.note}" if self.note else text
 
     def _show(self) -> None:
-        self.stream.write(f"\r\x1b[K{self.line()}" if self.live else f"{self.line()}\n")
+        line = self.line()
+        if self.live:  # spaces over what a longer line left behind: a notebook knows no "erase to the end of the line"
+            self.stream.write("\r" + line.ljust(self.width))
+            self.width = len(line)
+        else:
+            self.stream.write(line + "\n")
         self.stream.flush()
 
     def close(self) -> None:
