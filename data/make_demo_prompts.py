@@ -19,15 +19,15 @@ NUM_TRAIN = {"facts": 300, "explanations": 300, "lists": 180, "stories": 180, "r
 NUM_HELDOUT_PER_KIND = 8
 
 # --- training: kind -> (templates, topics) ------------------------------------------------------------------
-THINGS = """rain, a bicycle, a battery, photosynthesis, a compass, bread, tides, a steam engine, soap, glass, the moon,
-volcanoes, bees, coral reefs, the human heart, vaccines, earthquakes, rainbows, magnets, electricity, gravity, wind
-power, solar panels, rivers, glaciers, deserts, the water cycle, dinosaurs, whales, spiders, trees, the ocean, clouds,
-fire, salt, gold, iron, paper, printing, the telephone, radio, computers, the internet, airplanes, trains, ships,
-bridges, clocks, maps, money, banks, cities, farming, rice, coffee, chocolate, cheese, honey, sugar, tea, cotton,
-silk, the lungs, sleep, memory, music, painting, poetry, theatre, chess, football, swimming, hiking,
-gardening, cooking, libraries, museums, schools, languages, mathematics, planets, comets, stars, black holes,
-atoms, cells, DNA, bacteria, fungi, insects, birds, fish, snakes, elephants, penguins, wolves, horses, cats""".replace("\n",
-" ").split(", ")
+THINGS = """rain, a bicycle, a battery, photosynthesis, a compass, bread, tides, a steam engine, soap, glass,
+the moon, volcanoes, bees, coral reefs, the human heart, vaccines, earthquakes, rainbows, magnets, electricity,
+gravity, wind power, solar panels, rivers, glaciers, deserts, the water cycle, dinosaurs, whales, spiders,
+trees, the ocean, clouds, fire, salt, gold, iron, paper, printing, the telephone, radio, computers, the
+internet, airplanes, trains, ships, bridges, clocks, maps, money, banks, cities, farming, rice, coffee,
+chocolate, cheese, honey, sugar, tea, cotton, silk, the lungs, sleep, memory, music, painting, poetry, theatre,
+chess, football, swimming, hiking, gardening, cooking, libraries, museums, schools, languages, mathematics,
+planets, comets, stars, black holes, atoms, cells, DNA, bacteria, fungi, insects, birds, fish, snakes,
+elephants, penguins, wolves, horses, cats""".replace("\n", " ").split(", ")
 
 ASPECTS = """stay healthy, save money, learn a new language, sleep better, study for an exam, plan a trip, cook for a
 family, keep a garden, reduce waste, make new friends, write a good letter, stay focused at work, take better photos,
