@@ -1,4 +1,4 @@
-# make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (about 20 minutes)
+# make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (about 15 minutes)
 # make test        the suite of every change
 # make test-full   the slow proofs only
 # make test-serving  the exported demo drafter in vLLM's CPU build (needs SERVING_PYTHON, see README.md)
