@@ -13,6 +13,7 @@ from typing import Any
 
 import nbformat
 from nbconvert import HTMLExporter
+from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 from pygments.formatters import HtmlFormatter
 
 from dflash_lib.workbench.parameters import read_parameters_file
@@ -53,6 +54,8 @@ def _entry(run: Path, name: str, out: Path) -> dict[str, Any]:
         entry["title"] = _title(notebook, name)
         entry["page"] = f"{name}.html"
         entry["error"] = "" if record is not None else _last_error(notebook)
+        # lines printed one by one come as one block each; joined, a long one scrolls in its box (page.css)
+        notebook, _ = CoalesceStreamsPreprocessor(enabled=True)(notebook, {})
         body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
         back = '<p><a href="index.html">&larr; the whole run</a></p>'
         _write(out / entry["page"], entry["title"],

@@ -87,3 +87,11 @@ def test_what_is_no_run_is_refused(tmp_path):
     write_json(tmp_path / "results" / "notes.json", {})
     with pytest.raises(RunError, match="nothing has been executed"):
         build_report(tmp_path)
+
+
+def test_progress_lines_are_one_block_that_scrolls(run_folder):
+    lines = [nbformat.v4.new_output("stream", text=f"train: {step}/90 steps\n") for step in range(90)]
+    executed(run_folder, "01_a", *lines)
+    page = (build_report(run_folder).parent / "01_a.html").read_text()
+    assert page.count("output_stdout output_text") == 1 and "train: 89/90 steps" in page
+    assert ".output_stdout pre { max-height" in page
