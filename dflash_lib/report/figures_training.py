@@ -23,7 +23,9 @@ def loss_figure(steps: list[dict[str, Any]]) -> Figure:
     x, y = np.array([row["step"] for row in steps]), np.array([row["loss"] for row in steps])
     top.plot(x, y, color=COLOURS["sky"], linewidth=0.6, alpha=0.7, label="each step")
     top.plot(x, smooth(y, max(1, len(y) // 25)), color=COLOURS["blue"], label="moving mean")
-    label(top, x="", y="weighted loss (nats a token)", title="Training loss", legend=True)
+    top.set_yscale("log")  # a warm start's first steps are ten times above the rest
+    top.yaxis.set_major_formatter("{x:g}")
+    label(top, x="", y="weighted loss (nats a token, log scale)", title="Training loss", legend=True)
     bottom.plot(x, [row["learning_rate"] for row in steps], color=COLOURS["black"])
     label(bottom, x="optimizer step", y="learning rate")
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
