@@ -31,7 +31,7 @@ from dflash_lib.target.loading import Target
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The recipe. The defaults are those of the demo; BENCHMARKS.md has what they reach and what else was tried.
+    """The recipe. The defaults are those of the demo; BENCHMARKS.md has what they reach.
 
     block_size counts the anchor; mask_token_id is always explicit; intermediate_size None = the target's;
     draft_vocab_size None = the full head; gamma: decay of the slot weights in slots (the published 4 for block 8 suits
