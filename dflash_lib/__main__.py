@@ -53,6 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     regenerate.add_argument("--device", default="cpu", help="default: %(default)s")
     regenerate.set_defaults(function=_regenerate)
 
+    prompts = commands.add_parser("prompts", help="let a target write user turns, to be answered by `regenerate`")
+    prompts.add_argument("out", type=Path, help="file to write (JSONL)")
+    prompts.add_argument("--model", required=True, help="folder of the target")
+    prompts.add_argument("--num", type=int, required=True, help="how many different prompts")
+    prompts.add_argument("--max-new-tokens", type=int, default=48, help="of one prompt (default: %(default)s)")
+    prompts.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    prompts.add_argument("--batch-size", type=int, default=256, help="prompts at once (default: %(default)s)")
+    prompts.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    prompts.add_argument("--dtype", default="float32", help="default: %(default)s")
+    prompts.add_argument("--device", default="cpu", help="default: %(default)s")
+    prompts.set_defaults(function=_prompts)
+
     describe = commands.add_parser("describe", help="print what a hidden-state store holds")
     describe.add_argument("store", type=Path, help="store folder, such as runs/demo/states")
     describe.set_defaults(function=_describe)
@@ -112,6 +124,18 @@ def _regenerate(options: argparse.Namespace) -> int:
     meta = regenerate(target, options.source, options.out, RegenerateOptions(
         max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples))
     print(f"{options.out}: {meta['conversations']} conversations, {meta['generated_tokens']} generated tokens")
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> int:
+    from dflash_lib.target.loading import load_target
+    from dflash_lib.target.prompts import PromptOptions, sample_prompts
+
+    target = load_target(options.model, options.dtype, options.device)
+    batches = sample_prompts(target, options.out, PromptOptions(
+        num_prompts=options.num, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        batch_size=options.batch_size, seed=options.seed))
+    print(f"{options.out}: {options.num} prompts out of {batches * options.batch_size} drawn")
     return 0
 
 

@@ -28,9 +28,11 @@ def sample_anchors(loss_mask: Tensor, num_anchors: int, generator: torch.Generat
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of one document: input_ids, labels int64 [A, S] and weights float32 [A, S] (0 = no loss)."""
+    """Blocks of one document: input_ids int64 [A, S]; slots and labels int64, weights float32 [A, M] (0 = no loss), of
+    the M slots of each block that are trained."""
 
     input_ids: Tensor
+    slots: Tensor
     labels: Tensor
     weights: Tensor
 
@@ -40,21 +42,40 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return torch.tensor([0.0] + [math.exp(-(k - 1) / gamma) for k in range(1, block_size)])
 
 
-def build_blocks(input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, block_size: int, mask_token_id: int,
-                 gamma: float) -> Blocks:
+def draw_slots(num_anchors: int, num_slots: int, block_size: int, gamma: float,
+               generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Slots to train in each block, int64 [A, M], and their weights, float32 [A, M]: M = min(num_slots, block_size - 1).
+
+    With all of them M is block_size - 1 and the weights are `slot_weights`. With fewer, slot 1 is always taken and the
+    others are drawn, with replacement, in proportion to their weights, each then weighing the same: the expected loss
+    is that of all slots, at the cost of M of them (of gamma 1.5 the last 5 of 7 slots have a quarter of the weight).
+    """
+    weights = slot_weights(block_size, gamma)
+    if num_slots >= block_size - 1:
+        return torch.arange(1, block_size).expand(num_anchors, -1), weights[1:].expand(num_anchors, -1)
+    slots, drawn_weights = torch.ones(num_anchors, num_slots, dtype=torch.int64), torch.ones(num_anchors, num_slots)
+    if num_slots > 1 and num_anchors:
+        later = weights[2:]
+        drawn = torch.multinomial(later.expand(num_anchors, -1), num_slots - 1, replacement=True, generator=generator)
+        slots[:, 1:], drawn_weights[:, 1:] = drawn + 2, later.sum() / (num_slots - 1)
+    return slots, drawn_weights
+
+
+def build_blocks(input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, slots: Tensor, weights: Tensor,
+                 block_size: int, mask_token_id: int) -> Blocks:
     """Blocks of one document.
 
-    input_ids int [T], loss_mask uint8 [T], anchors int64 [A]. Slots past the document's end or outside the loss mask
-    carry no loss; their label is 0.
+    input_ids int [T], loss_mask uint8 [T], anchors int64 [A], slots int64 and weights float32 [A, M] of `draw_slots`.
+    Slots past the document's end or outside the loss mask carry no loss; their label is 0.
     """
-    positions = anchors[:, None] + torch.arange(block_size)
+    positions = anchors[:, None] + slots
     inside = positions < len(input_ids)
     clipped = positions.clamp(max=len(input_ids) - 1)
     supervised = inside & loss_mask.bool()[clipped]
     labels = torch.where(supervised, input_ids.long()[clipped], 0)
-    tokens = torch.full_like(positions, mask_token_id)
+    tokens = torch.full((len(anchors), block_size), mask_token_id)
     tokens[:, 0] = input_ids.long()[anchors]
-    return Blocks(tokens, labels, slot_weights(block_size, gamma) * supervised)
+    return Blocks(tokens, slots, labels, weights * supervised)
 
 
 def attention_mask(anchors: Tensor, block_size: int, num_context: int, sliding_window: int | None) -> Tensor:

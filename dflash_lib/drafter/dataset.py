@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash_lib.drafter.blocks import anchor_candidates, build_blocks, sample_anchors
+from dflash_lib.drafter.blocks import anchor_candidates, build_blocks, draw_slots, sample_anchors
 from dflash_lib.hidden_states.store import HiddenStateStore
 
 
@@ -20,7 +20,8 @@ class Batch:
     """B documents padded on the right to T tokens and A anchors.
 
     aux_hidden_states float32 [B, T, L, H]; last_hidden_state_prenorm float32 [B, T, H] or None; positions int64 [B, T];
-    anchors int64 [B, A]; input_ids, labels int64 and weights float32 [B, A, S]; a padded anchor has weights 0.
+    anchors int64 [B, A]; input_ids int64 [B, A, S]; slots and labels int64, weights float32 [B, A, M]: the M slots of
+    each block that are trained (`blocks.draw_slots`). A padded anchor has weights 0.
     """
 
     sample_indices: tuple[int, ...]
@@ -29,6 +30,7 @@ class Batch:
     positions: Tensor
     anchors: Tensor
     input_ids: Tensor
+    slots: Tensor
     labels: Tensor
     weights: Tensor
 
@@ -91,8 +93,9 @@ class TrainingData:
     """Batches of a store for a drafter: block_size, mask token and gamma fixed, chosen by step."""
 
     def __init__(self, store: HiddenStateStore, samples: Sequence[int], *, batch_samples: int, anchors_per_sample: int,
-                 block_size: int, mask_token_id: int, gamma: float, need_last: bool, seed: int):
+                 slots_per_anchor: int, block_size: int, mask_token_id: int, gamma: float, need_last: bool, seed: int):
         self.store, self.samples, self.seed = store, list(samples), seed
+        self.slots_per_anchor = min(slots_per_anchor, block_size - 1)
         self.batch_samples = min(batch_samples, len(self.samples))
         self.anchors_per_sample, self.block_size = anchors_per_sample, block_size
         self.mask_token_id, self.gamma, self.need_last = mask_token_id, gamma, need_last
@@ -116,10 +119,11 @@ class TrainingData:
         for epoch, sample_index in chosen:
             sample = self.store.read(sample_index)
             input_ids, loss_mask = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask)
-            anchors = sample_anchors(loss_mask, self.anchors_per_sample,
-                                     seeded_generator(self.seed, epoch, sample_index))
-            rows.append((sample, anchors, build_blocks(input_ids, loss_mask, anchors, self.block_size,
-                                                       self.mask_token_id, self.gamma)))
+            generator = seeded_generator(self.seed, epoch, sample_index)
+            anchors = sample_anchors(loss_mask, self.anchors_per_sample, generator)
+            slots, weights = draw_slots(len(anchors), self.slots_per_anchor, self.block_size, self.gamma, generator)
+            rows.append((sample, anchors, build_blocks(input_ids, loss_mask, anchors, slots, weights, self.block_size,
+                                                       self.mask_token_id)))
         num_tokens = max(len(sample.input_ids) for sample, _, _ in rows)
         num_anchors = max(len(anchors) for _, anchors, _ in rows)
         num_docs, (_, num_layers, hidden) = len(rows), rows[0][0].aux_hidden_states.shape
@@ -127,14 +131,16 @@ class TrainingData:
         last = torch.zeros(num_docs, num_tokens, hidden) if self.need_last else None
         all_anchors = torch.zeros(num_docs, num_anchors, dtype=torch.int64)
         input_ids = torch.full((num_docs, num_anchors, self.block_size), self.mask_token_id)
-        labels, weights = torch.zeros_like(input_ids), torch.zeros(num_docs, num_anchors, self.block_size)
+        slots = torch.ones(num_docs, num_anchors, self.slots_per_anchor, dtype=torch.int64)
+        labels, weights = torch.zeros_like(slots), torch.zeros(slots.shape)
         for row, (sample, anchors, blocks) in enumerate(rows):
             aux[row, :len(sample.input_ids)] = sample.aux_hidden_states.float()
             if last is not None:
                 last[row, :len(sample.input_ids)] = sample.last_hidden_state_prenorm.float()
             all_anchors[row, :len(anchors)] = anchors
             input_ids[row, :len(anchors)] = blocks.input_ids
+            slots[row, :len(anchors)] = blocks.slots
             labels[row, :len(anchors)] = blocks.labels
             weights[row, :len(anchors)] = blocks.weights
         return Batch(tuple(index for _, index in chosen), aux, last, torch.arange(num_tokens).expand(num_docs, -1),
-                     all_anchors, input_ids, labels, weights)
+                     all_anchors, input_ids, slots, labels, weights)

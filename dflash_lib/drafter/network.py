@@ -1,7 +1,7 @@
 """The DFlash drafter: z-lab's architecture (arXiv 2602.06036), as DESIGN.md's convention 6 has it.
 
-Shape legend: B documents, T context tokens, A anchors (blocks) a document, S block_size, H hidden size, N query heads,
-G key/value heads, D head_dim, L tapped target layers.
+Shape legend: B documents, T context tokens, A anchors (blocks) a document, S block_size, M slots of a block that are
+asked for, H hidden size, N query heads, G key/value heads, D head_dim, L tapped target layers.
 
 The drafter reads hidden states of the frozen target (the context) and fills a block in one pass. Every layer's context
 keys and values come from the same input, `hidden_norm(fc(states))`, which the layers never update; block tokens attend
@@ -116,6 +116,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
+def take(x: Tensor, slots: Tensor | None) -> Tensor:
+    """The rows `slots` (int64 [B, A, M], None = all) of each block: x [B, A, S, ...] -> [B, A, M, ...]."""
+    return x if slots is None else x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))
+
+
 class Attention(nn.Module):
     """Grouped-query attention of block tokens over the context and their own block."""
 
@@ -137,36 +142,41 @@ class Attention(nn.Module):
         values = self.v_proj(x).view(shape).transpose(1, 2)
         return rotate(keys, cos[:, None], sin[:, None]), values
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], mask: Tensor,
-                block_size: int) -> Tensor:
-        """x [B, A*S, H] block tokens; context keys and values [B, G, T, D]; mask bool [B, A, S, T+S], True = visible.
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor,
+                slots: Tensor | None) -> Tensor:
+        """The output [B, A, M, H] of the asked-for slots (int64 [B, A, M], None = all S).
 
-        Scores over the context and over the own block are formed apart and normalised together, so other blocks cost
-        nothing: A*S*(T+S) scores instead of A*S*(T+A*S).
+        x [B, A, S, H] block tokens and their cos and sin [B, A, S, D]; context keys and values [B, G, T, D]; mask bool
+        [B, A, M, T+S], True = visible. Scores over the context and over the own block are formed apart and normalised
+        together, so other blocks cost nothing: A*M*(T+S) scores instead of A*M*(T+A*S).
         """
-        num_docs, num_tokens = x.shape[:2]
-        num_blocks, group = num_tokens // block_size, self.num_heads // self.num_kv
+        num_docs, num_blocks, block_size, _ = x.shape
+        group = self.num_heads // self.num_kv
+        keys, values = self.keys_values(x.flatten(1, 2), *(part.flatten(1, 2) for part in rotary))
         context_keys, context_values = context
         num_context = context_keys.shape[2]
-        queries = self.q_norm(self.q_proj(x).view(num_docs, num_tokens, self.num_heads, self.head_dim)).transpose(1, 2)
-        queries = rotate(queries, cos[:, None], sin[:, None]) * self.head_dim**-0.5
-        keys, values = self.keys_values(x, cos, sin)
-        # [B, G, group * A*S, D]: the query heads of one kv head side by side, so that one product serves the group
-        queries = queries.reshape(num_docs, self.num_kv, group * num_tokens, self.head_dim)
+        asked, (cos, sin) = take(x, slots), (take(part, slots).flatten(1, 2)[:, None] for part in rotary)
+        num_slots = asked.shape[2]
+        num_queries = num_blocks * num_slots
+        queries = self.q_proj(asked).view(num_docs, num_queries, self.num_heads, self.head_dim)
+        queries = rotate(self.q_norm(queries).transpose(1, 2), cos, sin) * self.head_dim**-0.5
+        # [B, G, group * A*M, D]: the query heads of one kv head side by side, so that one product serves the group
+        queries = queries.reshape(num_docs, self.num_kv, group * num_queries, self.head_dim)
         over_context = (queries @ context_keys.transpose(2, 3)).view(
-            num_docs, self.num_kv, group, num_blocks, block_size, num_context)
+            num_docs, self.num_kv, group, num_blocks, num_slots, num_context)
         blocks = (num_docs, self.num_kv, 1, num_blocks, block_size, self.head_dim)
-        by_block = queries.view(num_docs, self.num_kv, group, num_blocks, block_size, self.head_dim)
+        by_block = queries.view(num_docs, self.num_kv, group, num_blocks, num_slots, self.head_dim)
         over_block = by_block @ keys.view(blocks).transpose(4, 5)
         scores = torch.cat([over_context, over_block], dim=-1)
         scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
         weights = scores.float().softmax(dim=-1).to(x.dtype)
         from_context = weights[..., :num_context].reshape(
-            num_docs, self.num_kv, group * num_tokens, num_context) @ context_values
+            num_docs, self.num_kv, group * num_queries, num_context) @ context_values
         from_block = weights[..., num_context:] @ values.view(blocks)
-        out = from_context.view(num_docs, self.num_heads, num_tokens, self.head_dim) + from_block.reshape(
-            num_docs, self.num_heads, num_tokens, self.head_dim)
-        return self.o_proj(out.transpose(1, 2).reshape(num_docs, num_tokens, self.num_heads * self.head_dim))
+        out = from_context.view(num_docs, self.num_heads, num_queries, self.head_dim) + from_block.reshape(
+            num_docs, self.num_heads, num_queries, self.head_dim)
+        return self.o_proj(out.transpose(1, 2).reshape(
+            num_docs, num_blocks, num_slots, self.num_heads * self.head_dim))
 
 
 class MLP(nn.Module):
@@ -192,9 +202,10 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], mask: Tensor,
-                block_size: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, mask, block_size)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor,
+                slots: Tensor | None) -> Tensor:
+        """As `Attention.forward`: all block tokens come in, the asked-for slots come out."""
+        x = take(x, slots) + self.self_attn(self.input_layernorm(x), rotary, context, mask, slots)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -222,21 +233,24 @@ class DFlashDrafter(nn.Module):
         cos, sin = self.rotary(positions)
         return [layer.self_attn.keys_values(x, cos, sin) for layer in self.layers]
 
-    def forward(self, embedded: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, embedded: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]],
+                slots: Tensor | None = None) -> Tensor:
         """Final hidden states of the blocks, [B, A, S, H], ready for the target's head.
 
         embedded: [B, A, S', H], the target's embedding of anchor and mask tokens (S' up to block_size);
         anchors: int [B, A], position of each anchor; context: from `context`, of which a block sees positions before
-        its anchor only (and, in sliding-window layers, within the window).
+        its anchor only (and, in sliding-window layers, within the window); slots: int64 [B, A, M], the slots wanted of
+        each block ([B, A, M, H] comes back): the last layer then computes no others.
         """
-        num_docs, num_blocks, block_size, hidden = embedded.shape
-        positions = anchors[..., None] + torch.arange(block_size, device=anchors.device)
-        cos, sin = self.rotary(positions.flatten(1))
+        block_size = embedded.shape[2]
+        rotary = self.rotary(anchors[..., None] + torch.arange(block_size, device=anchors.device))
         num_context = context[0][0].shape[2]
         masks = {kind: attention_mask(anchors, block_size, num_context,
                                       self.config.sliding_window if kind == SLIDING else None)
                  for kind in set(self.config.layer_types)}
-        x = embedded.flatten(1, 2)
-        for layer, kind, keys_values in zip(self.layers, self.config.layer_types, context, strict=True):
-            x = layer(x, cos, sin, keys_values, masks[kind], block_size)
-        return self.norm(x).view(num_docs, num_blocks, block_size, hidden)
+        x, last = embedded, len(self.layers) - 1
+        for number, (layer, kind, keys_values) in enumerate(zip(self.layers, self.config.layer_types, context,
+                                                                strict=True)):
+            asked = slots if number == last else None
+            x = layer(x, rotary, keys_values, take(masks[kind], asked), asked)
+        return self.norm(x)

@@ -66,9 +66,10 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
     head(norm(last state at p - 1)), restricted to the same rows.
     """
     context = network.context(batch.aux_hidden_states, batch.positions)
-    hidden = network(ends.embed(batch.input_ids), batch.anchors, context)
+    hidden = network(ends.embed(batch.input_ids), batch.anchors, context, batch.slots)
     supervised = batch.weights > 0
-    doc, block, slot = torch.nonzero(supervised, as_tuple=True)
+    doc, block, _ = torch.nonzero(supervised, as_tuple=True)
+    slot = batch.slots[supervised]
     labels, known = ends.draft_ids(batch.labels[supervised])
     weights = batch.weights[supervised] * known
     logits = F.linear(hidden[supervised], ends.head)
@@ -78,13 +79,13 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
     if kl_weight > 0:
         if batch.last_hidden_state_prenorm is None:
             raise ValueError("a KL loss needs last_hidden_state_prenorm, which this store does not hold")
-        with torch.no_grad():
-            target_logits = ends.target_logits(batch.last_hidden_state_prenorm)
         position = batch.anchors[doc, block] + slot - 1
-        loss = loss + kl_weight * weighted_kl(logits, target_logits[doc, position], weights)
+        with torch.no_grad():
+            target_logits = ends.target_logits(batch.last_hidden_state_prenorm[doc, position])
+        loss = loss + kl_weight * weighted_kl(logits, target_logits, weights)
     with torch.no_grad():
         hits = (logits.argmax(dim=-1) == labels) & known
-        counts = torch.zeros(batch.weights.shape[-1], device=weights.device)
+        counts = torch.zeros(network.config.block_size, device=weights.device)
         slot_hits = counts.index_add(0, slot, hits.float())
         slot_counts = counts.index_add(0, slot, torch.ones_like(slot, dtype=torch.float32))
     return LossParts(loss, weights.sum(), slot_hits, slot_counts)

@@ -49,6 +49,7 @@ class TrainOptions:
     steps: int = 2500
     batch_samples: int = 2
     anchors_per_sample: int = 32
+    slots_per_anchor: int = 2
     accumulate: int = 1
     learning_rate: float = 5e-3
     final_learning_rate: float = 0.02
@@ -64,7 +65,7 @@ class TrainOptions:
     checkpoint_interval: int = 250
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_samples", "anchors_per_sample", "accumulate", "validation_samples",
+        for name in ("steps", "batch_samples", "anchors_per_sample", "slots_per_anchor", "accumulate", "validation_samples",
                      "validation_interval", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
@@ -133,12 +134,12 @@ class Trainer:
         vectors = [p for p in self.network.parameters() if p.ndim != 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=options.learning_rate, betas=(0.9, 0.95), foreach=True)
+            lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
         self.data = TrainingData(
             store, self.split.train, batch_samples=options.batch_samples,
-            anchors_per_sample=options.anchors_per_sample, block_size=options.block_size,
-            mask_token_id=options.mask_token_id, gamma=options.gamma, need_last=options.kl_weight > 0,
-            seed=options.seed)
+            anchors_per_sample=options.anchors_per_sample, slots_per_anchor=options.slots_per_anchor,
+            block_size=options.block_size, mask_token_id=options.mask_token_id, gamma=options.gamma,
+            need_last=options.kl_weight > 0, seed=options.seed)
         self.step, self.best, self.seconds = 0, {"acceptance_length": 0.0, "step": 0}, 0.0
         self._resume()
 
@@ -198,11 +199,11 @@ class Trainer:
                 "slot_hits": hits.tolist(), "slot_counts": counts.tolist(), "seconds": seconds}
 
     def _update_average(self) -> None:
+        if not self.averaged:
+            return
         decay = min(self.options.average, self.step / (self.step + 10))  # short memory at first, or it keeps the start
         with torch.no_grad():
-            for name, p in self.network.named_parameters():
-                if name in self.averaged:
-                    self.averaged[name].lerp_(p, 1 - decay)
+            torch._foreach_lerp_(list(self.averaged.values()), list(self.network.parameters()), 1 - decay)
 
     def evaluated_network(self) -> DFlashDrafter:
         """What is validated and saved: the weight average where there is one."""

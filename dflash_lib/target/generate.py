@@ -1,4 +1,5 @@
-"""Batched greedy generation with the target: left padding with its mask, which matches unbatched greedy decoding."""
+"""Batched generation with the target: greedy with left padding and its mask, which matches unbatched greedy decoding;
+and sampling from one prompt."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,8 +62,28 @@ def generate_batch(target: Target, prompts: list[list[int]], max_new_tokens: int
         output = target.model.generate(
             input_ids=input_ids.to(target.device), attention_mask=attention_mask.to(target.device),
             max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=stop[0])
+    return _generations(output[:, longest:], stop)
+
+
+@torch.inference_mode()
+def sample_continuations(target: Target, prompt: list[int], num: int, max_new_tokens: int, *, temperature: float,
+                         top_k: int, seed: int) -> list[Generation]:
+    """Continues one prompt (token ids) `num` times by sampling; the global random state is left as it was."""
+    stop = stop_token_ids(target)
+    input_ids = torch.tensor([prompt] * num, device=target.device)
+    devices = [target.device] if target.device.type == "cuda" else []
+    with _plain_generation(target.model), torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        output = target.model.generate(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens,
+            do_sample=True, temperature=temperature, top_k=top_k, eos_token_id=stop, pad_token_id=stop[0])
+    return _generations(output[:, len(prompt):], stop)
+
+
+def _generations(new_tokens: torch.Tensor, stop: list[int]) -> list[Generation]:
+    """Each row up to its first stop token."""
     generations = []
-    for row in output[:, longest:].tolist():
+    for row in new_tokens.tolist():
         end = next((i for i, token in enumerate(row) if token in stop), None)
         generations.append(Generation(row, "length") if end is None else Generation(row[:end + 1], "stop"))
     return generations

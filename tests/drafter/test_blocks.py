@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from dflash_lib.drafter.blocks import anchor_candidates, attention_mask, build_blocks, sample_anchors, slot_weights
+from dflash_lib.drafter.blocks import (
+    anchor_candidates,
+    attention_mask,
+    build_blocks,
+    draw_slots,
+    sample_anchors,
+    slot_weights,
+)
 
 MASK_TOKEN, SIZE, GAMMA = 99, 4, 3.0
 INPUT_IDS = torch.arange(10, 22, dtype=torch.int32)
@@ -35,16 +42,30 @@ def test_sampled_anchors_are_distinct_candidates_and_cover_all_in_time():
 
 def test_blocks_equal_a_slow_loop():
     anchors = anchor_candidates(LOSS_MASK)
-    blocks = build_blocks(INPUT_IDS, LOSS_MASK, anchors, SIZE, MASK_TOKEN, GAMMA)
+    slots, weights = draw_slots(len(anchors), SIZE - 1, SIZE, GAMMA, torch.Generator())
+    blocks = build_blocks(INPUT_IDS, LOSS_MASK, anchors, slots, weights, SIZE, MASK_TOKEN)
     for row, a in enumerate(anchors.tolist()):
-        for k in range(SIZE):
-            assert blocks.input_ids[row, k] == (INPUT_IDS[a] if k == 0 else MASK_TOKEN)
+        assert blocks.input_ids[row].tolist() == [INPUT_IDS[a]] + [MASK_TOKEN] * (SIZE - 1)
+        assert blocks.slots[row].tolist() == list(range(1, SIZE))
+        for k in range(1, SIZE):
             position = a + k
-            trained = k > 0 and position < len(INPUT_IDS) and LOSS_MASK[position] == 1
+            trained = position < len(INPUT_IDS) and LOSS_MASK[position] == 1
             expected = math.exp(-(k - 1) / GAMMA) if trained else 0.0
-            assert blocks.weights[row, k].item() == pytest.approx(expected)
+            assert blocks.weights[row, k - 1].item() == pytest.approx(expected)
             if trained:
-                assert blocks.labels[row, k] == INPUT_IDS[position]
+                assert blocks.labels[row, k - 1] == INPUT_IDS[position]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 7, 20])
+def test_drawn_slots_weigh_on_average_what_all_slots_weigh(num_slots):
+    size, gamma, num_anchors = 8, 2.0, 40_000
+    slots, weights = draw_slots(num_anchors, num_slots, size, gamma, torch.Generator().manual_seed(0))
+    assert slots.shape == weights.shape == (num_anchors, min(num_slots, size - 1)) and (slots[:, 0] == 1).all()
+    mean = torch.zeros(size).index_add(0, slots.flatten(), weights.flatten()) / num_anchors
+    expected = slot_weights(size, gamma)
+    if num_slots == 1:
+        expected[2:] = 0
+    assert torch.allclose(mean, expected, atol=0.02)
 
 
 def test_slot_weights_of_the_published_block_sizes():

@@ -84,6 +84,20 @@ def test_forward_equals_loops(layer_types):
             assert torch.allclose(out[doc, block], slow, atol=2e-4, rtol=2e-4), (doc, block)
 
 
+@pytest.mark.parametrize("layer_types", [(FULL,), (SLIDING, FULL), (FULL, SLIDING)])
+def test_asked_slots_are_rows_of_the_whole_block(layer_types):
+    network = make_network(layer_types=layer_types, sliding_window=5 if SLIDING in layer_types else None)
+    aux, embedded = torch.randn(2, 9, 2, 32, dtype=torch.float64), torch.randn(2, 3, 4, 32, dtype=torch.float64)
+    anchors, slots = torch.tensor([[1, 4, 8], [0, 7, 9]]), torch.randint(0, 4, (2, 3, 2))
+    context = network.context(aux, torch.arange(9).expand(2, -1))
+    whole, asked = network(embedded, anchors, context), network(embedded, anchors, context, slots)
+    assert asked.shape == (2, 3, 2, 32)
+    for doc in range(2):
+        for block in range(3):
+            for column, k in enumerate(slots[doc, block].tolist()):
+                assert torch.allclose(asked[doc, block, column], whole[doc, block, k], atol=1e-12)
+
+
 def test_states_at_and_after_the_anchor_and_other_blocks_are_invisible():
     network = make_network(layer_types=(FULL, FULL))
     aux, embedded = torch.randn(1, 9, 2, 32, dtype=torch.float64), torch.randn(1, 2, 4, 32, dtype=torch.float64)

@@ -87,10 +87,11 @@ def test_batch_loss_equals_block_by_block(tiny_llama):
     ends = TargetEnds(tiny_llama.embedding, tiny_llama.final_norm, tiny_llama.head.weight[vocab], vocab)
     aux, last = torch.randn(2, 10, 2, 64), torch.randn(2, 10, 64)
     anchors, ids = torch.tensor([[2, 5], [4, 0]]), torch.randint(0, 384, (2, 2, 4))
-    labels, weights = torch.randint(0, 384, (2, 2, 4)), torch.rand(2, 2, 4)
-    weights[..., 0] = 0
+    slots = torch.tensor([[[1, 2], [1, 3]], [[1, 1], [3, 2]]])
+    labels, weights = torch.randint(0, 384, (2, 2, 2)), torch.rand(2, 2, 2)
+    labels[0] = 2 * torch.tensor([[5, 6], [7, 8]])
     weights[1, 1] = 0  # a padded anchor
-    batch = Batch((0, 1), aux, last, torch.arange(10).expand(2, -1), anchors, ids, labels, weights)
+    batch = Batch((0, 1), aux, last, torch.arange(10).expand(2, -1), anchors, ids, slots, labels, weights)
     for kl_weight in (0.0, 0.3, 1.0):
         parts = batch_loss(network, ends, batch, kl_weight)
         loss = total = 0.0
@@ -98,8 +99,8 @@ def test_batch_loss_equals_block_by_block(tiny_llama):
             context = network.context(aux[doc:doc + 1], torch.arange(10)[None])
             for block in range(2):
                 hidden = network(ends.embedding(ids[doc, block])[None, None], anchors[doc, block][None, None], context)
-                for k in range(1, 4):
-                    label, weight = labels[doc, block, k].item(), weights[doc, block, k].item()
+                for column, k in enumerate(slots[doc, block].tolist()):
+                    label, weight = labels[doc, block, column].item(), weights[doc, block, column].item()
                     if weight == 0 or label % 2:
                         continue
                     log_q = (hidden[0, 0, k] @ ends.head.T).log_softmax(0)
@@ -109,7 +110,7 @@ def test_batch_loss_equals_block_by_block(tiny_llama):
                     total += weight
         assert parts.loss_sum.item() == pytest.approx(loss, rel=1e-4)
         assert parts.weight_sum.item() == pytest.approx(total, rel=1e-5)
-    assert parts.slot_counts.tolist() == [0, 3, 3, 3]
+    assert parts.slot_counts.tolist() == [0, 4, 1, 1]
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])

@@ -36,7 +36,7 @@ OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_
 
 def data_of(store, samples, **changes):
     return TrainingData(store, samples, **{
-        "batch_samples": 2, "anchors_per_sample": 4, "block_size": 4, "mask_token_id": 3, "gamma": 4.0,
+        "batch_samples": 2, "anchors_per_sample": 4, "slots_per_anchor": 2, "block_size": 4, "mask_token_id": 3, "gamma": 4.0,
         "need_last": True, "seed": 1, **changes})
 
 
@@ -52,9 +52,9 @@ def test_batches_hold_the_samples_own_states_and_tokens(tiny_store):
             assert torch.equal(batch.aux_hidden_states[row, :num], sample.aux_hidden_states.float())
             assert torch.equal(batch.last_hidden_state_prenorm[row, :num], sample.last_hidden_state_prenorm.float())
             for block, a in enumerate(batch.anchors[row].tolist()):
-                for k in range(4):
-                    if batch.weights[row, block, k] > 0:
-                        assert batch.labels[row, block, k] == sample.input_ids[a + k]
+                for column, k in enumerate(batch.slots[row, block].tolist()):
+                    if batch.weights[row, block, column] > 0:
+                        assert batch.labels[row, block, column] == sample.input_ids[a + k]
 
 
 def test_an_epoch_takes_every_sample_once_and_draws_anchors_anew(tiny_store):

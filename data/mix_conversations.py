@@ -1,0 +1,33 @@
+"""Writes `demo_conversations.jsonl` out of its parts, in an order drawn with a fixed seed, so that any first part of
+the file is a fair sample of the whole.
+
+    python data/mix_conversations.py OUT PART [PART ...]
+
+Every part is a file of `python -m dflash_lib regenerate`, with its sidecar; OUT.meta.json lists the sidecars.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+SEED = 20261129
+
+
+def mix(out: Path, parts: list[Path]) -> int:
+    """Returns the number of conversations. Raises ValueError when two have one id."""
+    lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+    ids = [json.loads(line)["id"] for line in lines]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{len(ids) - len(set(ids))} ids occur twice in {[str(part) for part in parts]}")
+    random.Random(SEED).shuffle(lines)
+    sidecars = [json.loads(Path(f"{part}.meta.json").read_text(encoding="utf-8")) for part in parts]
+    meta = {"conversations": len(lines), "generated_tokens": sum(s["generated_tokens"] for s in sidecars),
+            "order_seed": SEED, "parts": sidecars}
+    Path(f"{out}.meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    out.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return len(lines)
+
+
+if __name__ == "__main__":
+    print(mix(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]), "conversations")
