@@ -110,6 +110,18 @@ def test_describe_and_verify_a_store(tiny_llama, tmp_path, capsys):
     assert call("verify", tmp_path / "nowhere", tmp_path / "prepared") == 2
 
 
+def test_prompts_writes_user_turns(tiny_llama_folder, tmp_path, capsys, monkeypatch):
+    from dflash_lib.target import generate
+
+    # random weights end a turn once in 384 tokens; here one token in four ends it
+    monkeypatch.setattr(generate, "stop_token_ids", lambda target: list(range(2, 384, 4)))
+    arguments = ["prompts", tmp_path / "out.jsonl", "--model", tiny_llama_folder, "--num", "3", "--batch-size", "300"]
+    assert call(*arguments) == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
+    assert "3 prompts out of 300 drawn" in capsys.readouterr().out
+    assert call(*arguments) == 2, "the destination is there already"
+
+
 def test_regenerate_writes_conversations(tiny_llama_folder, tmp_path, capsys):
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"id": "a", "messages": [{"role": "user", "content": "What is rain?"}]}\n')
