@@ -46,7 +46,7 @@ class TrainOptions:
     intermediate_size: int | None = None
     draft_vocab_size: int | None = 8192
     warm_start: bool = True
-    steps: int = 2500
+    steps: int = 4000
     batch_samples: int = 2
     anchors_per_sample: int = 32
     slots_per_anchor: int = 2
