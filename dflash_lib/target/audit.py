@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lib.files import human_bytes
-from dflash_lib.target.checkpoint import Checkpoint, StoredTensor, some
+from dflash_lib.target.checkpoint import Checkpoint, StoredTensor, is_scale, some, text_name
 from dflash_lib.target.errors import LoadRefused, TargetError
 
 DEPTHS = ("full", "quick")
@@ -130,10 +130,10 @@ class LoadReport:
                           + "; ".join(lines), self)
 
 
-def sort_unexpected(names: list[str], checkpoint: Checkpoint) -> dict[str, list[str]]:
+def sort_unexpected(names: list[str]) -> dict[str, list[str]]:
     """Tensors that the model has no place for, scales apart from the rest; those of other towers are left out."""
-    names = sorted(name for name in names if name in checkpoint.text or name not in checkpoint.tensors)
-    scales = [name for name in names if StoredTensor(checkpoint.path, name, "", ()).is_scale]
+    names = sorted(name for name in names if text_name(name) is not None)
+    scales = [name for name in names if is_scale(name)]
     return {"unread scales": scales, "unexpected": [name for name in names if name not in scales]}
 
 
@@ -193,10 +193,10 @@ def compare_with_files(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[s
     compared, differing = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for inside, stored in _sources(name, parameter, checkpoint):
-            if stored.shape != inside.shape:
+            if stored.shape != inside.shape or stored.dtype.startswith("F8") and inside.dim() != 2:
                 continue  # reported by its shape, or stored in a form that is converted
             compared.append(name)
-            scale = checkpoint.text.get(f"{name}_scale_inv") or checkpoint.tensors.get(f"{stored.name}_scale_inv")
+            scale = checkpoint.scale_of(stored)
             for row in ([0, len(inside) - 1] if inside.dim() > 1 else [slice(None)]):
                 ours = inside[row].detach().cpu().float()
                 theirs = _dequantised_row(stored, scale, row).to(parameter.dtype).float()
@@ -224,12 +224,18 @@ def _sources(name: str, parameter: Tensor, checkpoint: Checkpoint) -> list[tuple
 
 
 def _dequantised_row(stored: StoredTensor, scale: StoredTensor | None, row: int | slice) -> Tensor:
-    """A row's values; with a scale (one a block, [row blocks, column blocks]) in float32 and multiplied by it."""
+    """A row's values; with a scale (one a weight, or one a block: [row blocks, column blocks]) multiplied by it, in
+    float32. Scales stored as bytes are exponents of two, offset by 127."""
     values = stored.rows(row)
-    if scale is None or not isinstance(row, int) or len(scale.shape) != 2:
+    if scale is None or not isinstance(row, int):
         return values
-    block = stored.shape[0] // scale.shape[0]
-    return values.float() * scale.rows(row // block).float().repeat_interleave(stored.shape[1] // scale.shape[1])
+    factors = scale.whole()
+    factors = (factors.float() - 127).exp2() if factors.dtype == torch.uint8 else factors.float()
+    if factors.numel() == 1:
+        return values.float() * factors.view(())
+    row_blocks, column_blocks = factors.shape
+    return values.float() * factors[row * row_blocks // stored.shape[0]].repeat_interleave(
+        stored.shape[1] // column_blocks)
 
 
 def default_max_perplexity(vocab_size: int) -> float:

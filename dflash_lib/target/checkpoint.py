@@ -33,7 +33,7 @@ RENAMINGS = {
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
 }
-SCALE = re.compile(r"(^|[._])(scale|scales|scale_inv|qscale)(_inv|_weight|_\d+)?$")
+_SCALE = re.compile(r"(^|[._])(scale|scales|scale_inv|qscale)(_inv|_weight|_\d+)?$")
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -54,8 +54,7 @@ class StoredTensor:
 
     @property
     def is_scale(self) -> bool:
-        """Whether the name is that of a quantised weight's scale."""
-        return bool(SCALE.search(self.name))
+        return is_scale(self.name)
 
     def rows(self, index: int | slice) -> Tensor:
         """Values along the first axis; nothing else of the file is read."""
@@ -108,6 +107,11 @@ def read_header(file: Path) -> list[StoredTensor]:
         header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
     return [StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]))
             for name, entry in header.items() if name != "__metadata__"]
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor's name is that of a quantised weight's scale."""
+    return bool(_SCALE.search(name))
 
 
 def text_name(name: str) -> str | None:
@@ -200,6 +204,33 @@ class Checkpoint:
                               "quantization_config, so they would be read as plain numbers"
                               + (f" and their {len(scales)} scale tensors be dropped" if scales else "")
                               + f": {some(odd)}. Download config.json again.")
+
+    def scale_of(self, tensor: StoredTensor) -> StoredTensor | None:
+        """The scale of a quantised weight, under one of the names that Transformers reads for FP8; None without."""
+        module = tensor.name.rpartition(".")[0]
+        names = (f"{tensor.name}_scale_inv", f"{module}.scale", f"{module}.qscale_weight")
+        return next((self.tensors[name] for name in names if name in self.tensors), None)
+
+    def check_scales(self, block: tuple[int, int] | None) -> None:
+        """Raises TargetError when an FP8 weight has no scale of any name, when its scales are not one for each `block`
+        (rows, columns; None = one a weight), or when a block is cut off at the edge of a weight that has several:
+        Transformers spreads scales evenly over the weight."""
+        with_scale = {name.rpartition(".")[0] for name, tensor in self.text.items() if tensor.is_scale}
+        quantised = {name: tensor for name, tensor in self.text.items() if tensor.dtype in ("F8_E4M3", "F8_E5M2")}
+        bare = [tensor.name for name, tensor in quantised.items() if name.rpartition(".")[0] not in with_scale]
+        if bare:
+            raise TargetError(f"{self.path}: {len(bare)} quantised weights have no scale, and would be read as plain "
+                              f"numbers: {some(bare)}. Download it again.")
+        for weight in quantised.values():
+            scale = self.scale_of(weight)
+            if block is None or scale is None or len(weight.shape) < 2:
+                continue
+            sides = list(zip(weight.shape[-2:], block, strict=True))
+            grid = tuple(math.ceil(size / each) for size, each in sides)
+            if scale.shape[-2:] != grid or any(size % each and size > each for size, each in sides):
+                raise TargetError(f"{self.path}: {weight.name} {list(weight.shape)} has scales {list(scale.shape)}, "
+                                  f"which Transformers cannot apply in blocks of {block[0]} x {block[1]}. Use the bf16 "
+                                  "checkpoint.")
 
     def differing_tie(self) -> str | None:
         """What is wrong with a head that the configuration ties to the embedding: None unless the files hold both and

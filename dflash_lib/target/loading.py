@@ -179,8 +179,9 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     path = find_target(path_or_hub_id, revision, trust_remote_code)
     config = text_tower(read_config(path, trust_remote_code), path)
     checkpoint = Checkpoint.read(path)
-    quantised = getattr(config, "quantization_config", None) is not None
-    checkpoint.check_stored_dtypes(quantised)
+    scheme = getattr(config, "quantization_config", None)
+    checkpoint.check_stored_dtypes(quantised=scheme is not None)
+    checkpoint.check_scales((scheme or {}).get("weight_block_size"))
     tied = bool(getattr(config, "tie_word_embeddings", False))
     _, free = check_memory(str(path), checkpoint.num_parameters(tied), dtype, device, checkpoint.is_converted(dtype))
     tokenizer = load_tokenizer(path, trust_remote_code)
@@ -243,7 +244,7 @@ def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, ch
         "missing": sorted(map(str, info["missing_keys"])),
         "wrong shape": sorted(f"{name} {list(stored)} in the files, {list(wanted)} in the model"
                               for name, stored, wanted in info["mismatched_keys"]),
-        **sort_unexpected([str(name) for name in info["unexpected_keys"]], checkpoint),
+        **sort_unexpected([str(name) for name in info["unexpected_keys"]]),
         "not as in the files": differing,
         "wrong dtype": wrong_dtypes(model, dtype),
     }
