@@ -49,7 +49,7 @@ def find_target(path_or_hub_id: Path | str, revision: str | None = None, trust_r
     try:
         return Path(huggingface_hub.snapshot_download(
             path_or_hub_id, revision=revision, allow_patterns=[*FILES, *(["*.py"] if trust_remote_code else [])],
-            ignore_patterns=list(NOT_FILES)))
+            ignore_patterns=list(NOT_FILES), local_files_only=constants.HF_HUB_OFFLINE))
     except GatedRepoError as error:  # a RepositoryNotFoundError, too: first
         raise TargetError(f"{where}: gated. Accept its conditions on its hub page, then give a token of that account: "
                           "`hf auth login`, or HF_TOKEN in the environment.") from error

@@ -164,7 +164,7 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     quantised weights are dequantised to it. attn_implementation: None = sdpa where the model has it, else eager.
     audit: "full", or "quick" for worker processes that load a target which was audited before (audit.py). Without
     quick, the files are hashed here, too. max_perplexity: limit for a short English text; "auto" = a twentieth of the
-    vocabulary but at least 1,000, None = computed, not judged (untrained targets).
+    vocabulary but at least 4,000, None = computed, not judged (untrained targets).
 
     Vision, audio and multi-token-prediction weights are never read. accelerate is needed for FP8 files only. Raises
     LoadRefused (a TargetError, with the `report`) when what was loaded is not what the files say, and TargetError for a
@@ -186,6 +186,10 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     _, free = check_memory(str(path), checkpoint.num_parameters(tied), dtype, device, checkpoint.is_converted(dtype))
     tokenizer = load_tokenizer(path, trust_remote_code)
     model, info = _from_pretrained(path, config, checkpoint, dtype, attn_implementation, trust_remote_code)
+    if scheme is not None:  # older Transformers leave what is beside FP8 as stored, and dequantise 4 bits to bf16
+        for parameter in wrong_dtypes(model, dtype).values():
+            if parameter.dtype.itemsize > 1:  # 8 bits: a scale was not applied, which the audit must see
+                parameter.data = parameter.data.to(dtype)
     model.eval().requires_grad_(False).to(device)
     report = _report(path, model, tokenizer, checkpoint, info, config, dtype, device, free, audit, max_perplexity)
     report.refuse_if_bad()
@@ -246,7 +250,8 @@ def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, ch
                               for name, stored, wanted in info["mismatched_keys"]),
         **sort_unexpected([str(name) for name in info["unexpected_keys"]]),
         "not as in the files": differing,
-        "wrong dtype": wrong_dtypes(model, dtype),
+        "wrong dtype": [f"{name} ({str(parameter.dtype).removeprefix('torch.')})"
+                        for name, parameter in wrong_dtypes(model, dtype).items()],
     }
     measured = limit = None
     if audit == "full":

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 from dflash_lib.files import human_bytes
@@ -22,6 +21,8 @@ def free_memory(device: str = "cpu") -> int:
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
+    import psutil  # only here: a GPU box that runs the scripts of tests/gpu may have PyTorch and Transformers alone
+
     return max(0, min([psutil.virtual_memory().available, *cgroup_free()]))
 
 

@@ -1,14 +1,17 @@
 """Loading and capture on every family: what the hooks see is what the whole model, as published, computes."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_lib.target.audit import compare_with_files
 from dflash_lib.target.capture import HiddenStateTap, capture_batch
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.loading import Target, load_target
-from tests.families import FAMILIES, WINDOW, WRAPPERS, make_family
+from tests.families import FAMILIES, WINDOW, WRAPPERS, change_config, make_family
 
 LENGTHS = (1, 130, 2, WINDOW, WINDOW + 1, 65, 64, 63)  # one token, very different ones, around window and chunk
 OTHER_LAYERS = {**dict.fromkeys(("qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_next"), {"linear_attention"}),
@@ -141,6 +144,19 @@ def test_a_sliding_layer_does_not_look_past_its_window(target):
     assert (moved[:10] == 0).all() and moved[59, 1] > 1e-4  # the full layers pass it on
 
 
+def test_in_bfloat16(target):
+    """Every weight in the dtype asked for, yet the rotary frequencies in float32: rounded, they lose long positions."""
+    half = load_target(target.path, "bfloat16", audit="quick")
+    frequencies = {name: buffer for name, buffer in half.model.named_buffers() if "inv_freq" in name}
+    assert frequencies and all(buffer.dtype == torch.float32 for buffer in frequencies.values())
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
+    row = make_rows(90)
+    ours, exact = (capture_batch(one, row, [0, 2])[0].aux_hidden_states.float() for one in (half, target))
+    error = (ours - exact).norm(dim=-1) / exact.norm(dim=-1)  # [T, 2]
+    assert 1e-4 < error.median() < 0.03
+    assert ((ours[:, 0] - exact[:, 1]).norm(dim=-1) / exact[:, 1].norm(dim=-1)).median() > 0.1  # a shift would show
+
+
 def test_dropping_a_tensor_is_noticed(target):
     """That the comparison with the files covers the family's own parts: each of a layer's parameters is looked at."""
     checkpoint = Checkpoint.read(target.path)
@@ -150,3 +166,37 @@ def test_dropping_a_tensor_is_noticed(target):
     assert compare_with_files(target.model, checkpoint)[1] == [f"model.layers.1.{name}"]
     parameter.data.copy_(kept)
     assert compare_with_files(target.model, checkpoint)[1] == []
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpt_oss_as_published_in_4_bits(tmp_path, dtype):
+    """MXFP4 experts: two e2m1 values a byte, low nibble first, one power of two for each 32, rows stored as columns."""
+    folder = make_family(tmp_path / "gpt_oss", "gpt_oss")
+    generator = torch.Generator().manual_seed(0)
+    expected = {}
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+            experts, columns, rows = tensors.pop(name).shape
+            blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 125, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            values = torch.tensor(FP4)[torch.stack([blocks & 15, blocks >> 4], dim=-1).long()].flatten(-2)
+            scaled = values * (2.0 ** (scales.float() - 127))[..., None]
+            expected[name] = scaled.flatten(-2).transpose(1, 2)
+        save_file(tensors, file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {
+        name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}}))
+    change_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    target = load_target(folder, dtype)
+    report = target.report
+    assert report.quantisation == f"mxfp4, dequantised to {dtype}" and len(expected) == 8
+    assert report.num_parameters_named - report.num_compared == 8 and report.stored_dtypes["U8"] == 16
+    for name, values in expected.items():
+        assert torch.equal(target.model.get_parameter(name), values.to(getattr(torch, dtype))), name
+    row = make_rows(30)
+    assert torch.equal(capture_batch(target, row, [3])[0].aux_hidden_states[:, 0],
+                       capture_batch(target, row, [3])[0].last_hidden_state_prenorm)
