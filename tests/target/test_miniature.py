@@ -159,7 +159,7 @@ def test_blocks_are_quantised_within_rounding():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp8_is_dequantised_with_every_scale(miniature_fp8, target, dtype):
-    loaded = load_target(miniature_fp8, dtype)
+    loaded = load_target(miniature_fp8, dtype, audit="full" if dtype == "float32" else "quick")
     assert loaded.report.quantisation == f"fp8, dequantised to {dtype}" and loaded.report.num_compared == 851
     assert loaded.report.stored_dtypes["F8_E4M3"] == 48 * 6 + 16 * 7  # 3 + 3 and 4 + 3 matrices a layer
     files = {text_name(name): tensor for name, tensor in tensors_of(miniature_fp8).items()}
@@ -185,11 +185,9 @@ def test_the_fp8_fault_of_the_field_is_caught(fp8_copy):
     """
     edit_all(fp8_copy, lambda tensors: {name.replace("gate_proj.weight_scale_inv", "gate_proj.weight_scale"): tensor
                                         for name, tensor in tensors.items()})
-    for audit in ("full", "quick"):
-        with pytest.raises(LoadRefused, match=r"unread scales .*gate_proj.weight_scale, .*\(64 in all\)") as refused:
-            load_target(fp8_copy, audit=audit)
-        assert len(refused.value.report.problems["unread scales"]) == 64
-        assert refused.value.report.problems["missing"] == []
+    with pytest.raises(LoadRefused, match=r"unread scales .*gate_proj.weight_scale, .*\(64 in all\)") as refused:
+        load_target(fp8_copy, audit="quick")
+    assert len(refused.value.report.problems["unread scales"]) == 64 and refused.value.report.problems["missing"] == []
 
 
 def test_the_fp8_fault_is_caught_when_transformers_says_nothing(miniature_fp8, monkeypatch):
