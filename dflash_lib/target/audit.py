@@ -28,6 +28,7 @@ TEXT = (
     "bay. In winter, when there is a storm, the ferry sometimes has to wait until the next day."
 )
 MAX_TEXT_TOKENS = 128
+_VALUE_PROBLEMS = ("not finite", "all zero", "constant", "tied, yet different")  # of the full audit
 _PROBLEMS = {
     "missing": "the files lack it, so it would be random",
     "wrong shape": "so it would be random",
@@ -79,8 +80,7 @@ class LoadReport:
     @property
     def checks(self) -> list[tuple[str, float, float, str]]:
         """(name, value, limit, operator) of each check that was made, for a notebook's table."""
-        made = [name for name in _PROBLEMS
-                if self.depth == "full" or name not in ("not finite", "all zero", "constant", "tied, yet different")]
+        made = [name for name in _PROBLEMS if self.depth == "full" or name not in _VALUE_PROBLEMS]
         rows: list[tuple[str, float, float, str]] = [
             (f"tensors: {name}", len(self.problems.get(name, [])), 0, "==") for name in made]
         if self.perplexity is not None and self.perplexity_limit is not None:
@@ -122,6 +122,8 @@ class LoadReport:
         if self.is_good:
             return
         lines = [f"{name} ({_PROBLEMS[name]}): {some(found)}" for name, found in self.problems.items() if found]
+        if lines and all(name in _VALUE_PROBLEMS for name, found in self.problems.items() if found):
+            lines.append('if the publisher\'s own files are so, audit="quick" does not judge values')
         if not lines:
             lines = [f"perplexity {self.perplexity:,.0f} on a short English text, limit {self.perplexity_limit:,.0f}: "
                      "it does not know the language. Weights that are read wrongly do this; for an untrained target or "

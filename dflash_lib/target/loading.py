@@ -259,7 +259,8 @@ def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, ch
         tie = checkpoint.differing_tie() if getattr(config, "tie_word_embeddings", False) else None
         problems["tied, yet different"] = [] if tie is None else [tie]
         if not any(problems.values()):  # else what is wrong is known, and a broken model need not run
-            measured = perplexity(model, tokenizer)
+            with _quiet():  # that fast kernels are missing is in the report
+                measured = perplexity(model, tokenizer)
             vocab_size = model.get_input_embeddings().weight.shape[0]
             limit = default_max_perplexity(vocab_size) if max_perplexity == "auto" else max_perplexity
     scheme = getattr(config, "quantization_config", None)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.utils import logging
 
+from dflash_lib.target import loading
 from dflash_lib.target.audit import (
     LoadReport,
     bad_values,
@@ -83,6 +85,7 @@ def test_a_planted_fault_is_refused_by_name(folder, fault, what):
         load_target(folder)
     report = refused.value.report
     assert not report.is_good and report.perplexity is None and sum(map(len, report.problems.values())) == 1
+    assert ("publisher's own files" in str(refused.value)) == (fault not in (extra, extra_scale))
     if fault in (extra, extra_scale):  # names are looked at by workers, too
         with pytest.raises(LoadRefused, match=what):
             load_target(folder, audit="quick")
@@ -103,7 +106,7 @@ def test_norms_as_they_were_initialised_are_no_fault(folder):
 def test_a_dead_expert_is_found(tmp_path):
     folder = make_family(tmp_path / "moe", "qwen3_next")
     edit(folder, lambda tensors: tensors["model.layers.1.mlp.experts.2.down_proj.weight"].zero_())
-    with pytest.raises(LoadRefused, match=r"all zero .*model.layers.1.mlp.experts.down_proj\[2\]$"):
+    with pytest.raises(LoadRefused, match=r"all zero .*model.layers.1.mlp.experts.down_proj\[2\];"):
         load_target(folder)
 
 
@@ -215,6 +218,13 @@ def test_a_target_that_knows_no_language_is_refused(folder, tiny_llama):
     with pytest.raises(LoadRefused, match="limit 100:"):
         load_target(tiny_llama.path, max_perplexity=100)
     assert load_target(folder, audit="quick").report.perplexity is None
+
+
+def test_transformers_is_quiet_while_loading_and_speaks_again_afterwards(tiny_llama, monkeypatch, capfd):
+    before, heard = logging.get_verbosity(), []
+    monkeypatch.setattr(loading, "perplexity", lambda *_: heard.append(logging.get_verbosity()) or 10.0)
+    load_target(tiny_llama.path)
+    assert heard == [logging.ERROR] and logging.get_verbosity() == before and capfd.readouterr().err == ""
 
 
 def test_the_default_limit_knows_the_vocabulary():
