@@ -110,7 +110,7 @@ def main() -> None:
     folder, store, model, device, threads = sys.argv[1:]
     job = read_json(Path(folder) / "job.json")
     torch.set_num_threads(int(threads))
-    target = load_target(model, job["dtype"], device)
+    target = load_target(model, job["dtype"], device, audit="quick")
     trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), TrainOptions(**job["options"]))
     summary = trainer.run(lambda row: report_progress(**row))
     load_drafter(Path(folder) / "best")  # what was written can be read

@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(plan.threads)
     todo = share_out(_todo_of_all_ranks(store, plan), plan.shard_tokens, world)[rank]
     device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
-    target = load_target(args.model, args.dtype, device)
+    target = load_target(args.model, args.dtype, device, audit="quick")
     began, tokens = time.monotonic(), 0
 
     def report(num: int, shard: int) -> None:

@@ -1,34 +1,62 @@
-"""Loads the frozen target: a folder in Hugging Face layout, on one device, without accelerate."""
+"""Loads the frozen target, its text tower only, on one device, and audits what was loaded.
 
+Sources: a folder in Hugging Face layout or a hub id (hub.py); names and headers of the files (checkpoint.py);
+config.json (configuration.py); whether it fits (memory.py); whether it is what the files say (audit.py).
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from dflash_lib.conversations.templates import tokenizer_hash
-from dflash_lib.files import hash_file, hash_value, read_json
+from dflash_lib.files import hash_file, hash_value
+from dflash_lib.target.audit import (
+    DEPTHS,
+    LoadReport,
+    bad_values,
+    compare_with_files,
+    default_max_perplexity,
+    perplexity,
+    sort_unexpected,
+    wrong_dtypes,
+)
+from dflash_lib.target.checkpoint import Checkpoint, weight_files
+from dflash_lib.target.configuration import key_mapping, read_config, text_tower
+from dflash_lib.target.errors import LoadRefused, TargetError
+from dflash_lib.target.hub import find_target, hub_name
+from dflash_lib.target.memory import check_memory
 
-
-class TargetError(ValueError):
-    """A target that cannot be loaded or used; the message says what is missing and what to do."""
+__all__ = ["LoadRefused", "LoadReport", "Target", "TargetError", "check_device", "find_target", "load_target",
+           "load_tokenizer", "parse_dtype", "read_config", "target_identity", "weight_files", "weights_hash"]
 
 
 @dataclass(frozen=True)
 class Target:
     """A frozen target and the modules that the workbench taps.
 
-    model: the whole causal language model in eval mode, no gradients; tokenizer: its tokenizer; identity: what a store
-    records (name; hashes of weights, config and tokenizer; dtype; Transformers' version).
+    model: the causal language model in eval mode, no gradients, without vision tower; tokenizer: its tokenizer;
+    report: what loading found.
     """
 
     path: Path
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    identity: dict[str, str]
+    report: LoadReport
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What a store records: see `target_identity`. Reads the weight files once, to hash them, when first asked."""
+        return _identity(self.path, self.tokenizer, self.report.dtype)
 
     @property
     def config(self):
@@ -73,51 +101,11 @@ class Target:
         return self.config.hidden_size
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, each checked to be whole (header and length).
-
-    Raises TargetError for no weights, an index that names an absent file, or a truncated file.
-    """
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not weight_map:
-            raise TargetError(f"{index}: has no weight_map. Download it again.")
-        files = [path / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise TargetError(f"{path}: no *.safetensors weights here. Is the download complete? "
-                          "Pickled .bin weights are not loaded; convert them to safetensors.")
-    for file in files:
-        if not file.is_file():
-            raise TargetError(f"{path}: {index.name} names {file.name}, which is missing. Download it again.")
-        try:
-            with safe_open(file, framework="pt") as f:
-                f.keys()
-        except (SafetensorError, OSError) as error:
-            raise TargetError(f"{file}: truncated or damaged ({error}). Download it again.") from error
-    return files
-
-
-def read_config(path: Path | str):
-    """The model's configuration. Raises TargetError when the folder or its config.json is missing or unreadable."""
-    path = Path(path)
-    if not path.is_dir():
-        raise TargetError(f"{path}: no such model folder")
-    if not (path / "config.json").is_file():
-        raise TargetError(f"{path}: no config.json here; a model folder in Hugging Face layout is needed")
+def load_tokenizer(path: Path | str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer. Raises TargetError when there is none, or when it needs the folder's own code."""
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise TargetError(f"{path}/config.json: {error}") from error
-
-
-def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer. Raises TargetError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
         raise TargetError(f"{path}: no usable tokenizer here ({error})") from error
 
 
@@ -127,20 +115,21 @@ def weights_hash(files: list[Path]) -> str:
 
 
 def target_identity(path: Path | str, dtype: torch.dtype | str = torch.float32) -> dict[str, str]:
-    """What a store records of a target, without loading its weights: name, hashes, dtype, Transformers' version.
+    """What a store records of a target, without loading its weights: name, hashes of weights, configuration and
+    tokenizer, dtype, Transformers' version; of a hub download also its revision (the commit).
 
     Reads every weight file once to hash it. Raises TargetError as `load_target` does for an incomplete folder.
     """
-    path = Path(path)
+    path = find_target(path)
     read_config(path)
-    return _identity(path, weight_files(path), load_tokenizer(path), dtype)
+    return _identity(path, load_tokenizer(path), dtype)
 
 
-def _identity(path: Path, files: list[Path], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> dict:
-    import transformers
-
+def _identity(path: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> dict[str, str]:
+    name, revision = hub_name(path)
     return {
-        "name": path.name, "weights": weights_hash(files), "config": hash_file(path / "config.json"),
+        "name": name, **({} if revision is None else {"revision": revision}),
+        "weights": weights_hash(weight_files(path)), "config": hash_file(path / "config.json"),
         "tokenizer": tokenizer_hash(tokenizer), "dtype": str(dtype).removeprefix("torch."),
         "transformers": transformers.__version__,
     }
@@ -164,27 +153,127 @@ def check_device(device: str) -> None:
                           f"It sees {torch.cuda.device_count()} CUDA devices; device: cpu always works.") from error
 
 
-def load_target(path: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu",
-                attn_implementation: str = "sdpa") -> Target:
-    """Loads a causal language model, frozen and in eval mode, with its tokenizer.
+def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu",
+                attn_implementation: str | None = None, *, revision: str | None = None,
+                trust_remote_code: bool = False, audit: str = "full", max_perplexity: float | str | None = "auto",
+                **unknown: Any) -> Target:
+    """Loads a causal language model's text tower, frozen and in eval mode, with its tokenizer, and audits it.
 
-    path: a folder with config.json, safetensors and tokenizer files. dtype: a torch dtype or its name; on a CPU float32
-    is right (bfloat16 is several times slower there). Raises TargetError for a missing folder, configuration, weights
-    or tokenizer, for damaged weight files, for weights that the checkpoint lacks (Transformers would initialise them
-    at random), and for a device that is not there.
+    path_or_hub_id: a folder with config.json, safetensors and tokenizer files, or a hub id (`revision`: branch, tag or
+    commit). dtype: a torch dtype or its name; on a CPU float32 is right (bfloat16 is several times slower there);
+    quantised weights are dequantised to it. attn_implementation: None = sdpa where the model has it, else eager.
+    audit: "full", or "quick" for worker processes that load a target which was audited before (audit.py). Without
+    quick, the files are hashed here, too. max_perplexity: limit for a short English text; "auto" = a twentieth of the
+    vocabulary but at least 4,000, None = computed, not judged (untrained targets).
+
+    Vision, audio and multi-token-prediction weights are never read. accelerate is needed for FP8 files only. Raises
+    LoadRefused (a TargetError, with the `report`) when what was loaded is not what the files say, and TargetError for a
+    missing folder, hub repository, configuration, weights or tokenizer, damaged files, an unknown model type or one
+    that needs trust_remote_code, a device that is not there, and too little memory (before anything is loaded).
     """
-    path = Path(path)
+    _refuse_unknown(unknown)
+    if audit not in DEPTHS:
+        raise TargetError(f"audit: {audit!r} is not one of {', '.join(DEPTHS)}")
     dtype = parse_dtype(dtype)
     check_device(device)
-    config = read_config(path)
-    files = weight_files(path)
-    tokenizer = load_tokenizer(path)
-    transformers_logging.disable_progress_bar()  # a bar on stderr, which an executed notebook shows as an error
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=attn_implementation, local_files_only=True,
-        use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)  # reported below, by name
-    bad = {name: sorted(map(str, report[name]))[:5] for name in ("missing_keys", "mismatched_keys") if report[name]}
-    if bad:
-        raise TargetError(f"{path}: the weights do not fit the configuration; what is missing would be random: {bad}")
+    path = find_target(path_or_hub_id, revision, trust_remote_code)
+    config = text_tower(read_config(path, trust_remote_code), path)
+    checkpoint = Checkpoint.read(path)
+    scheme = getattr(config, "quantization_config", None)
+    checkpoint.check_stored_dtypes(quantised=scheme is not None)
+    checkpoint.check_scales((scheme or {}).get("weight_block_size"))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    _, free = check_memory(str(path), checkpoint.num_parameters(tied), dtype, device, checkpoint.is_converted(dtype))
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    model, info = _from_pretrained(path, config, checkpoint, dtype, attn_implementation, trust_remote_code)
+    if scheme is not None:  # older Transformers leave what is beside FP8 as stored, and dequantise 4 bits to bf16
+        for parameter in wrong_dtypes(model, dtype).values():
+            if parameter.dtype.itemsize > 1:  # 8 bits: a scale was not applied, which the audit must see
+                parameter.data = parameter.data.to(dtype)
     model.eval().requires_grad_(False).to(device)
-    return Target(path, model, tokenizer, _identity(path, files, tokenizer, dtype))
+    report = _report(path, model, tokenizer, checkpoint, info, config, dtype, device, free, audit, max_perplexity)
+    report.refuse_if_bad()
+    target = Target(path, model, tokenizer, report)
+    if audit == "full":
+        _ = target.identity  # hashed now, while the files are those that were loaded
+    return target
+
+
+def _refuse_unknown(unknown: dict[str, Any]) -> None:
+    """Names that other libraries' loaders take get an answer of their own."""
+    if "torch_dtype" in unknown:
+        raise TargetError(f"load_target takes dtype, not torch_dtype: dtype={unknown['torch_dtype']!r} (Transformers "
+                          "renamed it, too)")
+    if "device_map" in unknown:
+        raise TargetError("load_target takes device, not device_map: the target is put on one device as a whole, "
+                          "without accelerate; several devices are several processes")
+    if unknown:
+        raise TypeError(f"load_target() got unexpected arguments: {', '.join(sorted(unknown))}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers' bars and warnings off: its load report is read here, and stderr of a notebook looks like errors."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _from_pretrained(path: Path, config: PreTrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype,
+                     attn_implementation: str | None, trust_remote_code: bool) -> tuple[nn.Module, dict]:
+    """Model and Transformers' loading info. Mismatched shapes do not raise here: they are reported by name."""
+    more = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with _quiet():
+            return AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True,
+                trust_remote_code=trust_remote_code, key_mapping=key_mapping(list(checkpoint.tensors)),
+                ignore_mismatched_sizes=True, output_loading_info=True, **more)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
+        raise TargetError(f"{path}: Transformers {transformers.__version__} could not load it: {error}") from error
+
+
+def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint, info: dict,
+            config: PreTrainedConfig, dtype: torch.dtype, device: str, free: int, audit: str,
+            max_perplexity: float | str | None) -> LoadReport:
+    """The load report of a model that was just loaded, good or bad."""
+    compared, differing = compare_with_files(model, checkpoint)
+    problems = {
+        "missing": sorted(map(str, info["missing_keys"])),
+        "wrong shape": sorted(f"{name} {list(stored)} in the files, {list(wanted)} in the model"
+                              for name, stored, wanted in info["mismatched_keys"]),
+        **sort_unexpected([str(name) for name in info["unexpected_keys"]]),
+        "not as in the files": differing,
+        "wrong dtype": [f"{name} ({str(parameter.dtype).removeprefix('torch.')})"
+                        for name, parameter in wrong_dtypes(model, dtype).items()],
+    }
+    measured = limit = None
+    if audit == "full":
+        problems |= bad_values(model)
+        tie = checkpoint.differing_tie() if getattr(config, "tie_word_embeddings", False) else None
+        problems["tied, yet different"] = [] if tie is None else [tie]
+        if not any(problems.values()):  # else what is wrong is known, and a broken model need not run
+            with _quiet():  # that fast kernels are missing is in the report
+                measured = perplexity(model, tokenizer)
+            vocab_size = model.get_input_embeddings().weight.shape[0]
+            limit = default_max_perplexity(vocab_size) if max_perplexity == "auto" else max_perplexity
+    scheme = getattr(config, "quantization_config", None)
+    parameters = list(model.parameters())
+    return LoadReport(
+        path=str(path), model_class=type(model).__name__, dtype=str(dtype).removeprefix("torch."), device=str(device),
+        depth=audit, num_files=len(checkpoint.files), num_tensors=len(checkpoint.text),
+        num_parameters=sum(p.numel() for p in parameters), num_parameters_named=len(parameters),
+        weight_bytes=sum(p.numel() * p.itemsize for p in parameters), memory_free=free,
+        num_compared=len(compared), skipped=checkpoint.skipped, stored_dtypes=checkpoint.stored_dtypes,
+        narrowed=len(checkpoint.narrowed(dtype)),
+        quantisation="" if scheme is None else
+        f"{scheme['quant_method']}, dequantised to {str(dtype).removeprefix('torch.')}",
+        fast_linear_attention=importlib.util.find_spec("fla") is not None
+        if "linear_attention" in (getattr(config, "layer_types", None) or []) else None,
+        problems=problems, perplexity=measured, perplexity_limit=limit)

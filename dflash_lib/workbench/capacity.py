@@ -4,7 +4,7 @@ The target is built on PyTorch's meta device, so the counts are those of the ver
 neither is a weight read nor a byte of memory taken.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from dflash_lib.conversations.formats import ConversationError, read_conversations
 from dflash_lib.conversations.templates import encode_conversation
 from dflash_lib.target.loading import TargetError, read_config, weight_files
+from dflash_lib.target.memory import cgroup_free as _cgroup_free
 
 PARTS = ("embedding", "attention", "linear attention", "MLP", "norms", "head")
 STORED_BYTES = 2  # a bfloat16 value
@@ -174,13 +175,6 @@ def resources(store: Path | str, device: str = "cpu") -> Resources:
         free = min([psutil.virtual_memory().available, *_cgroup_free()])
     return Resources(memory_free=free, disk_free=disk.free, disk_stored=stored,
                      num_cpus=psutil.cpu_count() or 1, gpus=gpus)
-
-
-def _cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Bytes left under a container's own memory limit, if there is one: psutil reports the whole machine's."""
-    limit, used = root / "memory.max", root / "memory.current"
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        yield int(limit.read_text()) - int(used.read_text())
 
 
 def disk_table(hidden_size: int, num_aux_layers: int, encoding: str, jobs: Sequence[tuple[str, int]]):

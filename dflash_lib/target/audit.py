@@ -1,0 +1,267 @@
+"""Is the target in memory what its files say? A target that is not loads without an error, and so do its hidden states.
+
+What went wrong for users (with any tool): FP8 scales dropped, so that weights were 200 times too large; weights newly
+initialised because names differed; all-zero states. Two depths: `quick` compares names, types and a sample of every
+tensor with the files (a second or two, for worker processes); `full` also looks at every value, at tied weights, and
+at the perplexity of a short text.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+from dflash_lib.files import human_bytes
+from dflash_lib.target.checkpoint import Checkpoint, StoredTensor, is_scale, some, text_name
+from dflash_lib.target.errors import LoadRefused, TargetError
+
+DEPTHS = ("full", "quick")
+TEXT = (
+    "The ferry left the harbour shortly after seven in the morning. There were only a few passengers on board: two "
+    "teachers on their way to school, a farmer with a basket of eggs, and an old man who read the newspaper. The sea "
+    "was calm, and the sun had just come up behind the hills. When the ship passed the lighthouse, the captain sounded "
+    "the horn, as he did every day, and a child on the beach waved back. It takes about forty minutes to cross the "
+    "bay. In winter, when there is a storm, the ferry sometimes has to wait until the next day."
+)
+MAX_TEXT_TOKENS = 128
+_VALUE_PROBLEMS = ("not finite", "all zero", "constant", "tied, yet different")  # of the full audit
+_PROBLEMS = {
+    "missing": "the files lack it, so it would be random",
+    "wrong shape": "so it would be random",
+    "unread scales": "scales of quantised weights that nothing reads: the weights are wrong by that factor",
+    "unexpected": "the files have it, the model has no place for it",
+    "not as in the files": "in memory there are other values",
+    "wrong dtype": "in memory it has another type than asked for",
+    "not finite": "NaN or infinity",
+    "all zero": "every value is zero",
+    "constant": "every value is the same",
+    "tied, yet different": "the configuration ties head and embedding, the files hold two different ones",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What was loaded, and what the audit found.
+
+    depth: "full" or "quick". num_tensors: of the text tower, in `num_files` files; skipped: tensors of other towers
+    that were not read, counted by tower; stored_dtypes: the text tower's tensors by the type in the files; narrowed:
+    how many were rounded to `dtype`; quantisation: "" or how the files were and what became of it. weight_bytes: in
+    memory; memory_free: on the device before loading. num_compared: parameters (of `num_parameters_named`) of which a
+    sample was compared with the files. fast_linear_attention: whether the kernels are installed (None = the target has
+    no linear-attention layers). perplexity: of TEXT, per token (None = not computed). problems: names by kind; a
+    target that was returned has none.
+    """
+
+    path: str
+    model_class: str
+    dtype: str
+    device: str
+    depth: str
+    num_files: int
+    num_tensors: int
+    num_parameters: int
+    num_parameters_named: int
+    weight_bytes: int
+    memory_free: int
+    num_compared: int
+    skipped: dict[str, int] = field(default_factory=dict)
+    stored_dtypes: dict[str, int] = field(default_factory=dict)
+    narrowed: int = 0
+    quantisation: str = ""
+    fast_linear_attention: bool | None = None
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    perplexity: float | None = None
+    perplexity_limit: float | None = None
+
+    @property
+    def checks(self) -> list[tuple[str, float, float, str]]:
+        """(name, value, limit, operator) of each check that was made, for a notebook's table."""
+        made = [name for name in _PROBLEMS if self.depth == "full" or name not in _VALUE_PROBLEMS]
+        rows: list[tuple[str, float, float, str]] = [
+            (f"tensors: {name}", len(self.problems.get(name, [])), 0, "==") for name in made]
+        if self.perplexity is not None and self.perplexity_limit is not None:
+            rows.append(("perplexity of a short text", self.perplexity, self.perplexity_limit, "<="))
+        return rows
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, value) as text, for a table."""
+        count = " + ".join(f"{n} {name}" for name, n in sorted(self.stored_dtypes.items()))
+        rows = [
+            ("loaded as", f"{self.model_class}, {self.dtype} on {self.device}"),
+            ("parameters", f"{self.num_parameters:,} = {human_bytes(self.weight_bytes)} "
+                           f"({human_bytes(self.memory_free)} were free)"),
+            ("tensors in the files", f"{self.num_tensors} ({count}) in {self.num_files} files"),
+            ("not loaded", ", ".join(f"{n} of {tower}" for tower, n in sorted(self.skipped.items())) or "none"),
+            ("compared with the files", f"a sample of {self.num_compared} of {self.num_parameters_named} parameters"),
+        ]
+        if self.quantisation:
+            rows.append(("quantisation", self.quantisation))
+        if self.narrowed:
+            rows.append(("rounded", f"{self.narrowed} tensors are stored in a wider type than {self.dtype}"))
+        if self.fast_linear_attention is not None:
+            rows.append(("linear attention", "flash-linear-attention" if self.fast_linear_attention else
+                         "PyTorch (right, but slow on a GPU: install flash-linear-attention)"))
+        if self.perplexity is not None:
+            limit = "no limit" if self.perplexity_limit is None else f"limit {self.perplexity_limit:,.0f}"
+            rows.append(("perplexity of a short text", f"{self.perplexity:,.1f} ({limit})"))
+        rows.append(("audit", self.depth))
+        return rows
+
+    @property
+    def is_good(self) -> bool:
+        return not any(self.problems.values()) and (
+            self.perplexity is None or self.perplexity_limit is None or self.perplexity <= self.perplexity_limit)
+
+    def refuse_if_bad(self) -> None:
+        """Raises LoadRefused, naming check and tensors, unless everything is in order."""
+        if self.is_good:
+            return
+        lines = [f"{name} ({_PROBLEMS[name]}): {some(found)}" for name, found in self.problems.items() if found]
+        if lines and all(name in _VALUE_PROBLEMS for name, found in self.problems.items() if found):
+            lines.append('if the publisher\'s own files are so, audit="quick" does not judge values')
+        if not lines:
+            lines = [f"perplexity {self.perplexity:,.0f} on a short English text, limit {self.perplexity_limit:,.0f}: "
+                     "it does not know the language. Weights that are read wrongly do this; for an untrained target or "
+                     "one that knows no English give max_perplexity=None"]
+        raise LoadRefused(f"{self.path}: what was loaded is not the target in the files, and is refused. "
+                          + "; ".join(lines), self)
+
+
+def sort_unexpected(names: list[str]) -> dict[str, list[str]]:
+    """Tensors that the model has no place for, scales apart from the rest; those of other towers are left out."""
+    names = sorted(name for name in names if text_name(name) is not None)
+    scales = [name for name in names if is_scale(name)]
+    return {"unread scales": scales, "unexpected": [name for name in names if name not in scales]}
+
+
+def wrong_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Parameters in another type than `dtype`, those apart that Transformers keeps in float32 on purpose."""
+    kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype == torch.float16:
+        kept |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    return {name: p for name, p in model.named_parameters()
+            if p.dtype != dtype and not (p.dtype == torch.float32 and any(part in name for part in kept))}
+
+
+def bad_values(model: nn.Module) -> dict[str, list[str]]:
+    """Parameters that are not finite, all zero, or constant, each expert looked at by itself.
+
+    A vector or a bias may be constant where all of its kind are (norms and biases as they were initialised): it is
+    named only when another layer's is not.
+    """
+    found: dict[str, list[str]] = {"not finite": [], "all zero": [], "constant": []}
+    varied_kinds, constant_vectors = set(), []
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.dim() < 2 or "bias" in name.rpartition(".")[2]
+        slices = parameter.detach().flatten(1) if parameter.dim() == 3 and ".experts." in name else \
+            parameter.detach().reshape(1, -1)
+        if parameter.element_size() == 1:
+            slices = slices.float()  # PyTorch has no minimum of 8-bit floats
+        low, high = (bound.float().cpu() for bound in torch.aminmax(slices, dim=1))  # NaN goes through
+        for i in range(len(low)):
+            label = name if len(low) == 1 else f"{name}[{i}]"
+            if not math.isfinite(low[i]) or not math.isfinite(high[i]):
+                found["not finite"].append(label)
+            elif low[i] == high[i] and slices.shape[1] > 1:
+                if is_vector:
+                    constant_vectors.append((label, _kind(name), float(low[i])))
+                else:
+                    found["all zero" if low[i] == 0 else "constant"].append(label)
+            elif is_vector:
+                varied_kinds.add(_kind(name))
+    for label, kind, value in constant_vectors:
+        if kind in varied_kinds:
+            found["all zero" if value == 0 else "constant"].append(label)
+    return found
+
+
+def _kind(name: str) -> str:
+    """A parameter's name without its layer's number; the final norm is of the kind of the layers' input norms."""
+    if name == "model.norm.weight":
+        name = "model.layers.0.input_layernorm.weight"
+    return re.sub(r"\.\d+\.", ".N.", name)
+
+
+def compare_with_files(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """(compared, differing): parameters of which the first and the last row (a vector: all) were compared with the
+    files' values, cast and with their scales; and those that differ.
+
+    This trusts no report of Transformers: it finds weights that were newly initialised, put in another's place, or
+    read without their scales. 4-bit experts cannot be compared so and are in neither list.
+    """
+    compared, differing = [], []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for inside, stored in _sources(name, parameter, checkpoint):
+            if stored.shape != inside.shape or stored.dtype.startswith("F8") and inside.dim() != 2:
+                continue  # reported by its shape, or stored in a form that is converted
+            compared.append(name)
+            scale = checkpoint.scale_of(stored)
+            for row in ([0, len(inside) - 1] if inside.dim() > 1 else [slice(None)]):
+                ours = inside[row].detach().cpu().float()
+                theirs = _dequantised_row(stored, scale, row).to(parameter.dtype).float()
+                if not torch.allclose(ours, theirs, rtol=2 ** -7 if scale else 0.0, atol=0.0, equal_nan=True):
+                    differing.append(name)
+                    break
+    return sorted(set(compared)), sorted(set(differing))
+
+
+def _sources(name: str, parameter: Tensor, checkpoint: Checkpoint) -> list[tuple[Tensor, StoredTensor]]:
+    """Which part of a parameter comes from which stored tensor: one whole, or a mixture of experts saved one by one
+    (gate above up, as Transformers joins them)."""
+    if name in checkpoint.text:
+        return [(parameter, checkpoint.text[name])]
+    prefix, _, projection = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return []
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(projection, ())
+    found = []
+    for expert in range(len(parameter)):
+        for part, inside in zip(parts, parameter[expert].chunk(len(parts)) if parts else (), strict=True):
+            stored = checkpoint.text.get(f"{prefix}.{expert}.{part}.weight")
+            found += [] if stored is None else [(inside, stored)]
+    return found
+
+
+def _dequantised_row(stored: StoredTensor, scale: StoredTensor | None, row: int | slice) -> Tensor:
+    """A row's values; with a scale (one a weight, or one a block: [row blocks, column blocks]) multiplied by it, in
+    float32. Scales stored as bytes are exponents of two, offset by 127."""
+    values = stored.rows(row)
+    if scale is None or not isinstance(row, int):
+        return values
+    factors = scale.whole()
+    factors = (factors.float() - 127).exp2() if factors.dtype == torch.uint8 else factors.float()
+    if factors.numel() == 1:
+        return values.float() * factors.view(())
+    row_blocks, column_blocks = factors.shape
+    return values.float() * factors[row * row_blocks // stored.shape[0]].repeat_interleave(
+        stored.shape[1] // column_blocks)
+
+
+def default_max_perplexity(vocab_size: int) -> float:
+    """The limit for TEXT: a twentieth of the vocabulary, at least 4,000.
+
+    Trained language models are far below (10 to 500, whatever they were tuned for), one with random weights is at about
+    its vocabulary size, a mis-scaled one above (2 million for the FP8 fault, with 248,320 tokens). With less than
+    about 3,000 tokens random weights pass: such a target is a test's.
+    """
+    return max(4000.0, vocab_size / 20)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str = TEXT) -> float:
+    """exp(mean negative log-likelihood) of the text's first tokens, each after the ones before it; infinite when the
+    logits are not finite. Raises TargetError when the tokenizer makes ids that the embedding has no row for."""
+    ids = tokenizer(text)["input_ids"][:MAX_TEXT_TOKENS]  # with a BOS where the tokenizer puts one: Gemma needs it
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(ids) < 2 or max(ids) >= rows:
+        raise TargetError(f"the tokenizer does not belong to the target: it makes {len(ids)} tokens with ids up to "
+                          f"{max(ids, default=0)} of a short text, the embedding has {rows} rows")
+    batch = torch.tensor([ids], device=model.get_input_embeddings().weight.device)
+    logits = model(input_ids=batch, use_cache=False).logits[0, :-1].float()
+    loss = functional.cross_entropy(logits, batch[0, 1:]).item()
+    return math.exp(loss) if loss < 700 else math.inf

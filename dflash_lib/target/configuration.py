@@ -1,0 +1,118 @@
+"""A target's config.json: which model it is, its text tower, and how its weights are quantised."""
+
+import copy
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.utils import is_accelerate_available
+
+from dflash_lib.files import read_json
+from dflash_lib.target.checkpoint import RENAMINGS, text_name
+from dflash_lib.target.errors import TargetError
+
+# The first release of Transformers that knows a model type (its release notes).
+KNOWN_SINCE = {"gemma3": "4.50.0", "qwen3": "4.51.0", "qwen3_moe": "4.51.0", "gemma3n": "4.53.0", "gpt_oss": "4.55.0",
+               "qwen3_next": "4.57.0", "qwen3_5": "5.2.0", "qwen3_5_moe": "5.2.0"}
+
+
+def read_config(path: Path | str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's configuration, of the whole model where a text tower is part of one (`.get_text_config()`).
+
+    trust_remote_code: run the Python files that the folder brings, if config.json names some. Raises TargetError when
+    the folder or its config.json is missing or unreadable, for a model type that the installed Transformers does not
+    know, and for one that needs the folder's own code.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise TargetError(f"{path}: no such model folder")
+    where = path / "config.json"
+    if not where.is_file():
+        raise TargetError(f"{path}: no config.json here; a model folder in Hugging Face layout is needed")
+    raw = _read(where)
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+        raise TargetError(f"{where}: {_unknown(model_type, raw)}")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        raise TargetError(f"{where}: {error}") from error
+
+
+def _read(where: Path) -> dict[str, Any]:
+    try:
+        raw = read_json(where)
+    except ValueError as error:
+        raise TargetError(str(error).replace(f"{where}: ", f"{where}: is ", 1)) from error
+    if not isinstance(raw, dict):
+        raise TargetError(f"{where}: holds no JSON object")
+    return raw
+
+
+def _unknown(model_type: str | None, raw: dict[str, Any]) -> str:
+    """Why a model type is not known, and what would know it."""
+    here = f"Transformers {transformers.__version__}"
+    if model_type is None:
+        return "names no model_type. Is the download complete?"
+    if raw.get("auto_map"):
+        code = ", ".join(sorted({str(value).split(".")[0] + ".py" for value in raw["auto_map"].values()}))
+        return (f"{here} does not know the model type {model_type!r}; the folder brings its own code ({code}). Read "
+                "it, then load with trust_remote_code=True, which runs it")
+    since = KNOWN_SINCE.get(str(model_type).removesuffix("_text"))
+    if since is not None:
+        return f"{here} does not know the model type {model_type!r}: Transformers {since} and later do. Upgrade it."
+    near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), 1)
+    saved = raw.get("transformers_version")
+    return (f"{here} does not know the model type {model_type!r}: it needs a newer Transformers than that, or it is "
+            "misspelled" + (f" ({near[0]!r}?)" if near else "")
+            + (f". The file was written by Transformers {saved}." if saved else "."))
+
+
+def text_tower(config: PreTrainedConfig, path: Path | str) -> PreTrainedConfig:
+    """The configuration to load the text tower with, a copy; a wrapper's tie and quantisation are carried over.
+
+    Quantised weights (FP8 in blocks, MXFP4) are marked to be dequantised at loading: FP8 and 4-bit kernels also
+    quantise activations or come from the hub, and hidden states are to be those of the weights, in one dtype, on every
+    machine. Raises TargetError when there is no causal language model of this kind, for quantisation schemes that
+    cannot be dequantised so, and for FP8 without the package accelerate, which Transformers asks for there.
+    """
+    path = Path(path)
+    raw = _read(path / "config.json")
+    text = copy.deepcopy(config.get_text_config())
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (raw.get("auto_map") or {}):
+        raise TargetError(f"{path}/config.json: {config.model_type!r} is not a causal language model, nor does it wrap "
+                          "one that Transformers can load by itself")
+    if config.get_text_config() is not config and "tie_word_embeddings" in raw:
+        text.tie_word_embeddings = raw["tie_word_embeddings"]  # the whole model's rule, where the two differ
+    scheme = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if scheme is not None:
+        text.quantization_config = _dequantising(scheme, path)
+    return text
+
+
+def _dequantising(scheme: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A quantisation scheme with `dequantize` set and its module names as the text tower has them."""
+    method = scheme.get("quant_method")
+    if method not in ("fp8", "mxfp4"):
+        raise TargetError(f"{path}/config.json: the weights are quantised by {method!r}, of which the workbench cannot "
+                          "take hidden states. Use the unquantised checkpoint (or FP8 in blocks, or MXFP4).")
+    if method == "fp8" and not is_accelerate_available():
+        raise TargetError(f"{path}: FP8 weights, for which Transformers needs the package accelerate: "
+                          "pip install accelerate. Or use the bf16 checkpoint.")
+    kept = [_module_name(name) for name in scheme.get("modules_to_not_convert") or scheme.get("ignored_layers") or []]
+    return {**scheme, "dequantize": True, "modules_to_not_convert": [name for name in kept if name is not None]}
+
+
+def _module_name(name: str) -> str | None:
+    """A module's name as the text tower has it; None for one of another tower."""
+    renamed = text_name(f"{name}.")
+    return None if renamed is None else renamed.removesuffix(".")
+
+
+def key_mapping(names: list[str]) -> dict[str, str] | None:
+    """What Transformers has to rename so that a checkpoint's names fit the text tower; None when nothing."""
+    needed = {pattern: new for pattern, new in RENAMINGS.items() if any(re.search(pattern, name) for name in names)}
+    return needed or None

@@ -1,0 +1,49 @@
+"""Is there room for the target? Said before loading, since a process that is killed for memory says nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dflash_lib.files import human_bytes
+from dflash_lib.target.errors import TargetError
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Bytes left under a container's own memory limit, if there is one: psutil reports the whole machine's."""
+    limit, used = root / "memory.max", root / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        yield int(limit.read_text()) - int(used.read_text())
+
+
+def free_memory(device: str = "cpu") -> int:
+    """Bytes free on a device: of the GPU, or of main memory (within the container's limit)."""
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    import psutil  # only here: a GPU box that runs the scripts of tests/gpu may have PyTorch and Transformers alone
+
+    return max(0, min([psutil.virtual_memory().available, *cgroup_free()]))
+
+
+def check_memory(what: str, num_parameters: int, dtype: torch.dtype, device: str, converted: bool) -> tuple[int, int]:
+    """Bytes that the weights take and bytes that are free on `device`. Raises TargetError, with the sum, when they do
+    not fit.
+
+    converted: the files hold another dtype. Weights of a GPU target pass through main memory, and converted ones lie
+    there as a whole (unconverted ones are mapped from the files, page by page).
+    """
+    needed = num_parameters * dtype.itemsize
+    places = [device, "cpu"] if converted and torch.device(device).type == "cuda" else [device]
+    for place in places:
+        free = free_memory(place)
+        if needed > free:
+            name = str(dtype).removeprefix("torch.")
+            raise TargetError(
+                f"{what}: {num_parameters:,} parameters x {dtype.itemsize} bytes ({name}) = {human_bytes(needed)}, but "
+                f"{human_bytes(free)} are free on {place}"
+                + (" (where weights are converted on their way to the GPU)" if place != device else "")
+                + ". Nothing was loaded. "
+                + ("Use dtype bfloat16" if dtype.itemsize > 2 else "Free memory")
+                + ", another device, or a machine with more.")
+    return needed, free_memory(device)
