@@ -44,7 +44,8 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
 
 def draw_slots(num_anchors: int, num_slots: int, block_size: int, gamma: float,
                generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Slots to train in each block, int64 [A, M], and their weights, float32 [A, M]: M = min(num_slots, block_size - 1).
+    """Slots to train in each block, int64 [A, M], and their weights, float32 [A, M]; M = min(num_slots,
+    block_size - 1).
 
     With all of them M is block_size - 1 and the weights are `slot_weights`. With fewer, slot 1 is always taken and the
     others are drawn, with replacement, in proportion to their weights, each then weighing the same: the expected loss

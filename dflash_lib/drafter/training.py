@@ -65,8 +65,8 @@ class TrainOptions:
     checkpoint_interval: int = 250
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_samples", "anchors_per_sample", "slots_per_anchor", "accumulate", "validation_samples",
-                     "validation_interval", "checkpoint_interval"):
+        for name in ("steps", "batch_samples", "anchors_per_sample", "slots_per_anchor", "accumulate",
+                     "validation_samples", "validation_interval", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
         if not 0 <= self.kl_weight <= 1 or not 0 <= self.average < 1:

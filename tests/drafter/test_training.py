@@ -36,8 +36,8 @@ OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_
 
 def data_of(store, samples, **changes):
     return TrainingData(store, samples, **{
-        "batch_samples": 2, "anchors_per_sample": 4, "slots_per_anchor": 2, "block_size": 4, "mask_token_id": 3, "gamma": 4.0,
-        "need_last": True, "seed": 1, **changes})
+        "batch_samples": 2, "anchors_per_sample": 4, "slots_per_anchor": 2, "block_size": 4, "mask_token_id": 3,
+        "gamma": 4.0, "need_last": True, "seed": 1, **changes})
 
 
 def test_batches_hold_the_samples_own_states_and_tokens(tiny_store):
