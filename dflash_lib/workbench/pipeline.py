@@ -35,6 +35,7 @@ from dflash_lib.workbench.runs import (
     REPOSITORY,
     RunError,
     file_signature,
+    input_path,
     load_record,
     notebook_paths,
     write_params,
@@ -88,7 +89,7 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
     declarations = all_declarations(notebooks)
     params = resolve_parameters(read_parameters_file(options.params_file), declarations, str(options.params_file))
     for name in INPUT_PARAMETERS:
-        if params.get(name) and not (REPOSITORY / Path(params[name]).expanduser()).exists():
+        if params.get(name) and not input_path(name, params[name]).exists():
             raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
     result = PipelineResult(options.runs_dir / (options.run_id or Path(options.params_file).stem))
@@ -159,7 +160,7 @@ def stage_key(notebook: Path, params: dict[str, Any], folder: Path) -> dict[str,
     memory = read_json(memory_file) if memory_file.is_file() else {}
     for name in INPUT_PARAMETERS:
         if isinstance(params.get(name), str) and params[name]:
-            path = REPOSITORY / Path(params[name]).expanduser()
+            path = input_path(name, params[name])
             signature = file_signature(path)
             known = memory.get(str(path))
             if known is None or known["signature"] != signature:

@@ -66,6 +66,21 @@ class SavedFigure:
         return f"figure {self.path}"
 
 
+def input_path(parameter: str, value: str | Path) -> Path:
+    """Where the file or folder of a parameter lies: an absolute path as it is, a relative one from the repository.
+
+    `model` may be a hub id (`organisation/name` or `organisation/name@revision`): the folder that it was downloaded to,
+    downloading it first. Raises TargetError when the hub has to be asked and refuses.
+    """
+    path = REPOSITORY / Path(value).expanduser()
+    if parameter != "model" or path.exists():
+        return path
+    from dflash_lib.target.hub import find_target, is_hub_id  # imports the hub's client, which few calls need
+
+    name, _, revision = str(value).partition("@")
+    return find_target(name, revision or None) if is_hub_id(name) else path
+
+
 class Run:
     """One notebook's view of a run folder. Made by `open_run`.
 
@@ -89,9 +104,10 @@ class Run:
         return path
 
     def resolve(self, path: str | Path) -> Path:
-        """An absolute path as it is, a relative one from the repository: the working directory does not matter."""
-        resolved = REPOSITORY / Path(path).expanduser()
-        if str(path) not in [str(self.params.get(name)) for name in INPUT_PARAMETERS]:
+        """`input_path`: the working directory does not matter, and `model` may be a hub id."""
+        parameter = next((name for name in INPUT_PARAMETERS if str(self.params.get(name)) == str(path)), "")
+        resolved = input_path(parameter, path)
+        if not parameter:
             self._touched.add(resolved)
         return resolved
 

@@ -37,6 +37,21 @@ def test_the_cell_wins_and_differences_are_printed_and_recorded(folder, capsys):
     assert record["parameters"] == {"steps": 4, "ids": None, "other": "x"}
 
 
+def test_a_relative_path_is_the_repositorys_and_a_model_may_be_a_hub_id(folder, tmp_path, monkeypatch):
+    from dflash_lib.target import hub
+
+    asked = []
+    monkeypatch.setattr(hub, "find_target", lambda name, revision: asked.append((name, revision)) or tmp_path / "found")
+    run = opened(folder, model="org/name@abc", conversations="data/none.jsonl")
+    assert run.resolve("org/name@abc") == tmp_path / "found" and asked == [("org/name", "abc")]
+    assert run.resolve("data/none.jsonl") == runs.REPOSITORY / "data" / "none.jsonl"
+    assert run.resolve("other/name") == runs.REPOSITORY / "other" / "name"  # only the model is looked up on the hub
+    assert runs.input_path("model", "org/name") == tmp_path / "found" and asked[1:] == [("org/name", None)]
+    assert runs.input_path("model", "a/b/c") == runs.REPOSITORY / "a" / "b" / "c"  # no hub id
+    assert runs.input_path("model", "data/demo_prompts.jsonl") == runs.REPOSITORY / "data" / "demo_prompts.jsonl"
+    assert runs.input_path("model", str(tmp_path)) == tmp_path and len(asked) == 2
+
+
 def test_checks_hold_or_not_and_nan_never_passes(folder):
     run = opened(folder)
     assert run.check("at most", 1.0, 1.0)
