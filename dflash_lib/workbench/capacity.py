@@ -10,14 +10,15 @@ from pathlib import Path
 
 import psutil
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dflash_lib.conversations.formats import ConversationError, read_conversations
 from dflash_lib.conversations.templates import encode_conversation
-from dflash_lib.target.loading import TargetError, read_config, weight_files
-from dflash_lib.target.memory import cgroup_free as _cgroup_free
+from dflash_lib.target.checkpoint import Checkpoint
+from dflash_lib.target.configuration import read_config, text_tower
+from dflash_lib.target.errors import TargetError
+from dflash_lib.target.memory import free_memory
 
 PARTS = ("embedding", "attention", "linear attention", "MLP", "norms", "head")
 STORED_BYTES = 2  # a bfloat16 value
@@ -67,7 +68,7 @@ def target_size(model: Path | str) -> TargetSize:
     A vision tower and multi-token-prediction layers are not counted: the workbench does not load them. Raises
     TargetError for a missing or unreadable configuration, or one that is not of a causal language model.
     """
-    config = read_config(model).get_text_config()
+    config = text_tower(read_config(model), model)
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
@@ -95,19 +96,22 @@ def _part(name: str, network: nn.Module) -> str:
                       "supported yet")
 
 
-def parameters_on_disk(model: Path | str) -> int:
-    """Parameters in the folder's safetensors files, from their headers. Raises TargetError when there are none."""
-    total = 0
-    for file in weight_files(Path(model)):
-        with safe_open(file, framework="pt") as f:
-            for name in f.keys():  # noqa: SIM118  (safe_open is no dict)
-                total += torch.Size(f.get_slice(name).get_shape()).numel()
-    return total
+@dataclass(frozen=True, kw_only=True)
+class OnDisk:
+    """The text tower's parameters in a model folder, tensors of other towers (which are not loaded) counted by tower,
+    and the bytes of all weight files."""
+
+    num_parameters: int
+    not_loaded: dict[str, int]
+    num_bytes: int
 
 
-def bytes_on_disk(model: Path | str) -> int:
-    """Bytes of the folder's weight files."""
-    return sum(file.stat().st_size for file in weight_files(Path(model)))
+def on_disk(model: Path | str) -> OnDisk:
+    """What the weight files hold, from their headers. Raises TargetError when there are none or they are damaged."""
+    tied = text_tower(read_config(model), model).tie_word_embeddings
+    checkpoint = Checkpoint.read(model)
+    return OnDisk(num_parameters=checkpoint.num_parameters(tied), not_loaded=checkpoint.skipped,
+                  num_bytes=sum(file.stat().st_size for file in checkpoint.files))
 
 
 def bytes_per_token(hidden_size: int, num_aux_layers: int, last: bool = True, encoding: str = "bf16") -> float:
@@ -167,13 +171,9 @@ def resources(store: Path | str, device: str = "cpu") -> Resources:
     disk = psutil.disk_usage(str(folder))
     stored = sum(path.stat().st_size for path in Path(store).glob("shard-*.h5"))
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if device.startswith("cuda"):
-        if not gpus:
-            raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = min([psutil.virtual_memory().available, *_cgroup_free()])
-    return Resources(memory_free=free, disk_free=disk.free, disk_stored=stored,
+    if device.startswith("cuda") and not gpus:
+        raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
+    return Resources(memory_free=free_memory(device), disk_free=disk.free, disk_stored=stored,
                      num_cpus=psutil.cpu_count() or 1, gpus=gpus)
 
 

@@ -3,9 +3,9 @@ import torch
 
 from dflash_lib.conversations.formats import ConversationError
 from dflash_lib.conversations.templates import encode_conversation
+from dflash_lib.target import memory
 from dflash_lib.target.loading import TargetError
-from dflash_lib.workbench import capacity
-from dflash_lib.workbench.capacity import bytes_per_token, data_size, parameters_on_disk, resources, target_size
+from dflash_lib.workbench.capacity import bytes_per_token, data_size, on_disk, resources, target_size
 from tests.conftest import DATA
 
 
@@ -29,7 +29,8 @@ def test_the_27b_from_its_configuration_alone():
 def test_counts_equal_the_loaded_target(fixture, request):
     target = request.getfixturevalue(fixture)
     size = target_size(target.path)
-    assert size.num_parameters == sum(p.numel() for p in target.model.parameters()) == parameters_on_disk(target.path)
+    assert size.num_parameters == on_disk(target.path).num_parameters
+    assert size.num_parameters == sum(p.numel() for p in target.model.parameters())
     assert size.weight_bytes(torch.float32) == sum(p.numel() * p.itemsize for p in target.model.parameters())
     assert ("head" in size.parameters) == (fixture == "tiny_qwen3_5"), "a tied head is counted with the embedding"
     attention = sum(p.numel() for layer in target.layers for name, p in layer.named_parameters()
@@ -41,7 +42,7 @@ def test_no_weights_are_read(tiny_llama_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_llama_folder / "config.json").read_bytes())
     assert target_size(tmp_path) == target_size(tiny_llama_folder)
     with pytest.raises(TargetError, match="no .*weights here"):
-        parameters_on_disk(tmp_path)
+        on_disk(tmp_path)
     with pytest.raises(TargetError, match="no such model folder"):
         target_size(tmp_path / "none")
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
@@ -87,7 +88,7 @@ def test_resources_of_this_machine(tmp_path, monkeypatch):
     found = resources(tmp_path / "not" / "there" / "yet")
     assert found.memory_free > 0 and found.disk_for_states == found.disk_free > 0
     assert found.num_cpus >= 1
-    monkeypatch.setattr(capacity, "_cgroup_free", lambda: iter([1234]))
+    monkeypatch.setattr(memory, "cgroup_free", lambda: iter([1234]))
     assert resources(tmp_path).memory_free == 1234, "a container's limit counts when it is tighter"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TargetError, match="no CUDA device"):
@@ -103,9 +104,9 @@ def test_the_shards_that_a_store_holds_are_room_for_it(tmp_path):
 
 
 def test_a_containers_own_memory_limit(tmp_path):
-    assert list(capacity._cgroup_free(tmp_path)) == []
+    assert list(memory.cgroup_free(tmp_path)) == []
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("300\n")
-    assert list(capacity._cgroup_free(tmp_path)) == []
+    assert list(memory.cgroup_free(tmp_path)) == []
     (tmp_path / "memory.max").write_text("1000\n")
-    assert list(capacity._cgroup_free(tmp_path)) == [700]
+    assert list(memory.cgroup_free(tmp_path)) == [700]
