@@ -89,7 +89,7 @@ class LoadReport:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """(what, value) as text, for a table."""
+        """(what, value) as text, for a table; each short enough for one of pandas (50 characters)."""
         count = " + ".join(f"{n} {name}" for name, n in sorted(self.stored_dtypes.items()))
         rows = [
             ("loaded as", f"{self.model_class}, {self.dtype} on {self.device}"),
@@ -102,10 +102,10 @@ class LoadReport:
         if self.quantisation:
             rows.append(("quantisation", self.quantisation))
         if self.narrowed:
-            rows.append(("rounded", f"{self.narrowed} tensors are stored in a wider type than {self.dtype}"))
+            rows.append(("rounded", f"{self.narrowed} tensors that are stored in a wider type"))
         if self.fast_linear_attention is not None:
             rows.append(("linear attention", "flash-linear-attention" if self.fast_linear_attention else
-                         "PyTorch (right, but slow on a GPU: install flash-linear-attention)"))
+                         "PyTorch (right, but slow on a GPU)"))
         if self.perplexity is not None:
             limit = "no limit" if self.perplexity_limit is None else f"limit {self.perplexity_limit:,.0f}"
             rows.append(("perplexity of a short text", f"{self.perplexity:,.1f} ({limit})"))
