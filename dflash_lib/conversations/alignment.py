@@ -61,8 +61,8 @@ class Alignment:
         if template.has_marks:
             self.text, spans = template.marked(self.messages, self.tools, as_prompt)
             if len(spans) != len(self.indices):
-                raise ConversationError(f"conversation {conversation.id}: the template marks {len(spans)} generated "
-                                        f"spans for {len(self.indices)} assistant turns")
+                reason = f"the template marks {len(spans)} generated spans for {len(self.indices)} assistant turns"
+                raise ConversationError(f"conversation {conversation.id}: {reason}", reason)
             self.spans = dict(zip(self.indices, spans, strict=True))
         else:
             self.text = template.text(self.messages, self.tools, as_prompt)
@@ -74,7 +74,8 @@ class Alignment:
                 raise ConversationError("begins with an assistant turn, so no prompt leads to it")
             return self._marked_turn(i) if self.spans else self._found_turn(i)
         except ConversationError as error:
-            raise ConversationError(f"conversation {self.conversation.id}, message {i}: {error}") from error
+            message = f"conversation {self.conversation.id}, message {i}: {error}"
+            raise ConversationError(message, error.reason or str(error)) from error
 
     def _marked_turn(self, i: int) -> Turn:
         """The span that the template marks, without what its generation prompt opens, up to its end-of-turn token."""

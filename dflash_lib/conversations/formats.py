@@ -34,7 +34,14 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be used; the message names file, line or row, and the reason."""
+    """A conversation that cannot be used; the message names file, line or row, and the reason.
+
+    `reason` is what many rows may have in common, without the names in the message; "" where that is all of it.
+    """
+
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)

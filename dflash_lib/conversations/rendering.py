@@ -175,7 +175,7 @@ class ChatTemplate:
                 continue  # a template with demands that a plain conversation does not meet
             behind = first[len(first) - common_suffix(first, second):].lstrip()
             tokens += [token for token in special if behind.startswith(token)]
-        return tuple(dict.fromkeys(token for token in tokens if token))
+        return tokenizer.eos_token, *sorted({token for token in tokens if token} - {tokenizer.eos_token})
 
     def varied(self, messages: Sequence[dict[str, Any]], i: int, change: Callable[[dict, str], dict], tools=None,
                generation_prompt: bool = False) -> tuple[str, str]:

@@ -84,8 +84,8 @@ def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None
         return tuple(ids)
     if said.endswith(rendered):
         return None
-    raise ConversationError(f"conversation {alignment.conversation.id}, message {i}: its token_ids decode to another "
-                            "text than the template renders there")
+    reason = "its token_ids decode to another text than the template renders there"
+    raise ConversationError(f"conversation {alignment.conversation.id}, message {i}: {reason}", reason)
 
 
 def tokenize_rows(tokenizer, rows: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[int]]]:
@@ -122,7 +122,8 @@ def row_segments(template, conversation: Conversation) -> list[Segment]:
         segments, mask = [], conversation.loss_mask
         if max(conversation.input_ids) >= len(template.tokenizer):
             raise ConversationError(f"conversation {conversation.id}: token id {max(conversation.input_ids)} is not in "
-                                    f"the tokenizer's vocabulary of {len(template.tokenizer)}")
+                                    f"the tokenizer's vocabulary of {len(template.tokenizer)}",
+                                    "a token id that is not in the tokenizer's vocabulary")
         start = 0
         for end in range(1, len(mask) + 1):
             if end == len(mask) or mask[end] != mask[start]:
