@@ -135,8 +135,9 @@ class _JsonText:
         self.f, self.file, self.utf8 = f, file, codecs.getincrementaldecoder("utf-8-sig")()
         self.text, self.at, self.ended = "", 0, False
 
-    def fill(self, num_bytes: int = BLOCK_BYTES) -> None:
-        raw = self.f.read(num_bytes)
+    def fill(self, num_bytes: int = 0) -> None:
+        """Reads `num_bytes` more, or a block."""
+        raw = self.f.read(num_bytes or BLOCK_BYTES)
         self.ended = not raw
         try:
             self.text, self.at = self.text[self.at:] + self.utf8.decode(raw, final=self.ended), 0
