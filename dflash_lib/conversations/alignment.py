@@ -145,8 +145,9 @@ class Alignment:
         """Where in the whole the messages before message i end; `before` is the text of those messages alone."""
         if self.text.startswith(before):
             return len(before)
-        alone = self.template.varied(self.messages[:i], i - 1, _say, self.tools)
-        inside = self._varied(i - 1, _say)
+        change = _call if "tool_calls" in self.messages[i - 1] else _say
+        alone = self.template.varied(self.messages[:i], i - 1, change, self.tools)
+        inside = self._varied(i - 1, change)
         slots, behind = [], []
         for text, (first, second) in ((before, alone), (self.text, inside)):
             start, length = common_prefix(first, second), common_suffix(first, second)

@@ -1,6 +1,7 @@
 """Conversations of every habit that users' data has, as rows of a file, and what a template makes of them by hand."""
 
 import json
+import random
 from itertools import pairwise
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Says how it is outside.", "parameters": {
@@ -101,6 +102,8 @@ TOOLS = {
     "a call at the end": {"messages": [user("a"), calls({"city": "Zürich", "days": [1, {"x": None}]})]},
     "a call, then a trailing question": {"messages": [user("a"), calls({"days": 1}), tool("x"), answer("b"),
                                                       user("c")]},
+    "calls in a row, then a trailing question": {"messages": [user("a"), calls({"days": 1}), calls({"city": "x"}),
+                                                              user("b")]},
     "an earlier call with words": {"messages": [user("a"), calls({"days": 1}, content="one"), tool("two"),
                                                 answer("b"), user("c"), answer("d")]},
     "a system prompt and tools": {"messages": [{"role": "system", "content": "Be kind."}, user("a"),
@@ -110,6 +113,33 @@ for _row in TOOLS.values():
     _row["tools"] = [TOOL]
 ALL = PLAIN | THINKING | TOOLS
 assert len(ALL) >= 40
+
+
+PIECES = ["Hello", " ", "\n", "ü", "日本", "one", "two", "<think", "</tool_call>", "<", "\n\n", "x=1", "  ",
+          "assistant", "{{ a }}", "e\u0301", "o", "e"]
+
+
+def random_row(rng: random.Random) -> dict:
+    """A row of up to 8 messages or so: system prompts, thoughts, calls, tools and users in any order."""
+    def text() -> str:
+        return "".join(rng.choices(PIECES, k=rng.randint(0, 5)))
+
+    messages = [{"role": "system", "content": text()}] * rng.randint(0, 1) + [user(text())]
+    for _ in range(rng.randint(1, 7)):
+        if messages[-1]["role"] == "assistant" and rng.random() < 0.75:
+            messages.append(user(text()))
+            continue
+        thought = {"reasoning_content": text()} if rng.random() < 0.4 else {}
+        if rng.random() < 0.7:
+            messages.append(answer(text(), **thought))
+            continue
+        arguments = [{rng.choice("abc"): rng.choice([1, text(), [1, None]]) for _ in range(rng.randint(0, 2))}
+                     for _ in range(rng.randint(1, 2))]
+        messages.append(calls(*arguments, content=rng.choice([None, text()]), **thought))
+        messages += [tool(text()) for _ in range(rng.randint(0, 2))]
+    if not any(m["role"] == "assistant" for m in messages):
+        messages.append(answer(text()))
+    return {"messages": messages} | ({"tools": [TOOL]} if rng.random() < 0.3 else {})
 
 
 def qwen_calls(message: dict, said: str) -> str:

@@ -3,6 +3,7 @@ made by hand (said.py). Where ../shared is absent the real Qwen templates are no
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -86,16 +87,26 @@ QWEN = {  # name: (template, tool calls by hand, options, the same as the templa
 }
 
 
-@pytest.mark.parametrize("name", said.ALL)
-@pytest.mark.parametrize("family", QWEN)
-def test_templates_that_rewrite_earlier_turns(family, name):
-    file, calls, options, variables, by_hand = QWEN[family]
-    conversation = parse(name)
+def check_family(tokenizer, family: str, conversation) -> None:
+    _, calls, options, variables, by_hand = QWEN[family]
     messages = conversation.messages
     if calls is said.qwen_calls and conversation.tools and messages[0]["role"] == "system":
         messages = messages[1:]  # Qwen's system prompt is part of the tools' preface
     pieces = said.qwen_like(messages, calls, **by_hand)
-    check(tokenizer_with(file), conversation, pieces, TemplateOptions(**options), variables)
+    check(tokenizer, conversation, pieces, TemplateOptions(**options), variables)
+
+
+@pytest.mark.parametrize("name", said.ALL)
+@pytest.mark.parametrize("family", QWEN)
+def test_templates_that_rewrite_earlier_turns(family, name):
+    check_family(tokenizer_with(QWEN[family][0]), family, parse(name))
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_random_conversations(family):
+    tokenizer, rng = tokenizer_with(QWEN[family][0]), random.Random(0)
+    for _ in range(30):
+        check_family(tokenizer, family, parse_conversation(said.random_row(rng), "here", default_id="c"))
 
 
 @pytest.mark.parametrize("name", said.PLAIN)
@@ -273,6 +284,10 @@ def test_the_prompt_is_the_templates_own(thinking):
     wanted = template.tokenizer.apply_chat_template(conversation.messages, tokenize=False, add_generation_prompt=True,
                                                     enable_thinking=thinking == "on")
     assert decode(template.tokenizer, encode_prompt(template, conversation)) == wanted
+    tools = parse("a call, then a trailing question")
+    assert decode(template.tokenizer, encode_prompt(template, tools)) == template.tokenizer.apply_chat_template(
+        tools.messages, tools=tools.tools, tokenize=False, add_generation_prompt=True,
+        enable_thinking=thinking == "on")
     assert wanted.endswith("<think>\n" if thinking == "on" else "</think>\n\n")
 
 
