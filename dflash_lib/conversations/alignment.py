@@ -96,9 +96,14 @@ class Alignment:
                 cut = start + len(content)
                 if text.startswith(content, start) and (end := self.template.end_token_at(text, cut)):
                     return Turn(start, cut, end)
-        self._check_thinking(i)
+        thought = self._end_of_thought(i)
         start = self._start(i, self._prompts(i))
-        return self._end_of_calls(i, start) if "tool_calls" in message else self._end_of_content(i, start)
+        if "tool_calls" in message:
+            return self._end_of_calls(i, start)
+        turn = self._end_of_content(i, start)
+        if thought and message.get("finish_reason") == "length" and not message["content"].strip():
+            return Turn(start, max(thought, start), turn.end)  # cut off in its thoughts, which the template closes
+        return turn
 
     def _prompts(self, i: int) -> list[str]:
         return self.template.prompts(self.messages[:i], self.tools)
@@ -106,24 +111,31 @@ class Alignment:
     def _varied(self, i: int, change: Callable[[dict, str], dict]) -> tuple[str, str]:
         return self.template.varied(self.messages, i, change, self.tools, self.as_prompt)
 
-    def _check_thinking(self, i: int) -> None:
-        """With thinking "off" no turn may think; and reasoning is rendered as it is, or not at all."""
-        if "reasoning_content" not in self.messages[i]:
-            return
+    def _end_of_thought(self, i: int) -> int:
+        """Where the turn's reasoning_content ends in the text; 0 where it has none or the template drops it. It must be
+        rendered as it is, and with thinking "off" no turn may think."""
+        thought = self.messages[i].get("reasoning_content")
+        if thought is None:
+            return 0
         first, second = self._varied(i, _think)
         if first == second:
-            return  # dropped here
+            return 0
         if self.template.options.thinking == "off":
             raise ConversationError("it thinks (reasoning_content), but thinking is off; set thinking to on or default")
-        if words(self.messages[i]["reasoning_content"]) not in words(self.text):
+        end = len(self.text) - common_suffix(first, second)
+        if self.text[end:] != first[len(first) - len(self.text) + end:] or not words(self.text[:end]).endswith(
+                words(thought)):
             raise ConversationError("its reasoning_content is not what the template renders")
+        return end
 
     def _start(self, i: int, prompts: list[str]) -> int:
-        """Where the target's own words begin: behind the longest generation prompt that leads there, or, where the
-        template renders the turn otherwise in the whole, behind that part of the prompt which is there."""
+        """Where the target's own words begin: behind the longest generation prompt that leads there (generated ids
+        have followed the default one), or, where the template renders the turn otherwise in the whole, behind that part
+        of the prompt which is there."""
         fitting = [len(prompt) for prompt in prompts if self.text.startswith(prompt)]
         if fitting:
-            return max(fitting)
+            generated = "token_ids" in self.messages[i] and self.text.startswith(prompts[0])
+            return len(prompts[0]) if generated else max(fitting)
         before = self.template.text(self.messages[:i], self.tools)
         begin = self._end_of_message_before(i, before)
         first, second = self._varied(i, _think_and_say)

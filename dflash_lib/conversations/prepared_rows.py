@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ TOO_LONG = ("refuse", "truncate")
 ARRAYS = {"input_ids": np.int32, "loss_mask": np.uint8, "offsets": np.int64}
 META, ROWS, REFUSED = "prepared.json", "rows.jsonl", "refused.jsonl"
 FORMAT = 2
-HASH_BLOCK = 1 << 24  # elements hashed at once, so that a mapped file is never read whole into memory
+BLOCK_BYTES = 1 << 24  # hashed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class PreparedRows:
 
     @cached_property
     def num_supervised(self) -> int:
-        return int(self.loss_mask.sum(dtype=np.int64))
+        return sum(int(np.frombuffer(block, np.uint8).sum(dtype=np.int64)) for block in _blocks(self.loss_mask))
 
     @property
     def supervised_share(self) -> float:
@@ -136,8 +136,8 @@ class PreparedRows:
         for name in self.sample_ids:
             digest.update(b"\n" + canonical_json(name).encode("utf-8"))
         for array in (self.input_ids, self.loss_mask, self.offsets):
-            for start in range(0, len(array), HASH_BLOCK):
-                digest.update(np.ascontiguousarray(array[start:start + HASH_BLOCK]).view(np.uint8))
+            for block in _blocks(array):
+                digest.update(block)
         return digest.hexdigest()
 
     def meta(self) -> dict[str, Any]:
@@ -214,6 +214,22 @@ class PreparedRows:
         """The same rows with their arrays in memory, independent of the folder."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return PreparedRows(**values | {name: np.array(values[name]) for name in ARRAYS} | {"folder": None})
+
+
+def _blocks(array: np.ndarray) -> Iterator[bytes]:
+    """The bytes of a one-dimensional array. Those of a mapped one are read from its file: the pages of a mapping that
+    was walked through would count as this process's memory, all of it."""
+    if not isinstance(array, np.memmap):
+        values = np.ascontiguousarray(array).view(np.uint8)
+        for start in range(0, len(values), BLOCK_BYTES):
+            yield values[start:start + BLOCK_BYTES].tobytes()
+        return
+    left = array.nbytes
+    with open(array.filename, "rb") as f:
+        f.seek(array.offset)
+        while left > 0 and (block := f.read(min(left, BLOCK_BYTES))):
+            yield block
+            left -= len(block)
 
 
 def row_entry(name: str, kind: str, cut: bool) -> dict[str, Any]:

@@ -278,6 +278,20 @@ def test_generated_ids_of_a_turn_that_is_rewritten():
         encode_conversation(template, parse_conversation({"messages": row}, "here"))
 
 
+def test_a_turn_that_is_cut_off_in_its_thoughts():
+    """The template closes the thought, the target did not. Generated ids that say so cannot be rendered at all."""
+    cut = {"finish_reason": "length"}
+    row = parse_conversation({"messages": [said.user("a"), said.thinks("", "first, I") | cut]}, "here")
+    assert supervised(own(), row) == ["first, I"]
+    ids = own().tokenizer("first, I")["input_ids"]
+    default_on = own()
+    default_on.tokenizer.chat_template = default_on.tokenizer.chat_template.replace(
+        "if enable_thinking else", "if enable_thinking | default(true) else")
+    row = parse_conversation({"messages": [said.user("a"), said.answer("first, I", token_ids=ids, **cut)]}, "here")
+    with pytest.raises(ConversationError, match="message 1: its token_ids decode to another text"):
+        segment_conversation(default_on, row)  # a guess would put them behind a thought that is closed
+
+
 @pytest.mark.parametrize("thinking", ["default", "on", "off"])
 def test_the_prompt_is_the_templates_own(thinking):
     template, conversation = own(thinking=thinking), parse("trailing user after two turns")
