@@ -199,7 +199,7 @@ class Alignment:
             raise ConversationError("its tool calls are not what the template renders after the prompt")
         named, limit = max(len(self.text) - length, start), len(self.text)
         if i + 1 < len(self.messages):
-            limit = common_prefix(*self._varied(i + 1, _say))
+            limit = common_prefix(*self._varied(i + 1, _call if "tool_calls" in self.messages[i + 1] else _say))
         found = [(at, at + len(token)) for token in self.template.end_tokens
                  if (at := self.text.find(token, named, limit)) >= 0]
         if not found:

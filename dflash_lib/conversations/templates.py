@@ -71,9 +71,11 @@ def _segments(alignment: Alignment, supervised: Sequence[int]) -> list[Segment]:
 
 
 def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None:
-    """The turn's `token_ids` where the template renders what they say (white space apart); None where it renders only
-    their end, without the thoughts, so that the text is tokenised as a server would. Raises ConversationError else."""
-    ids = alignment.messages[i].get("token_ids")
+    """The turn's `token_ids` where the template renders what they say (white space apart), with the end-of-turn token
+    of a finished turn whose ids lack it; None where the template renders only their end, without the thoughts, so that
+    the text is tokenised as a server would. Raises ConversationError else."""
+    message = alignment.messages[i]
+    ids = message.get("token_ids")
     if not ids:
         return None
     tokenizer = alignment.template.tokenizer
@@ -81,7 +83,9 @@ def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None
     ending = next((token for token in alignment.template.end_tokens if said.endswith(token)), "")
     said, rendered = words(said.removesuffix(ending)), words(alignment.text[turn.start:turn.cut])
     if said == rendered:
-        return tuple(ids)
+        lacks_end = not ending and message.get("finish_reason", "stop") == "stop"
+        end = alignment.text[turn.cut:turn.end].strip()
+        return (*ids, tokenizer.convert_tokens_to_ids(end)) if lacks_end else tuple(ids)
     if said.endswith(rendered):
         return None
     reason = "its token_ids decode to another text than the template renders there"

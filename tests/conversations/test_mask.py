@@ -158,7 +158,7 @@ def test_a_target_that_writes_its_own_channels(channels):
         ("<|channel|>analysis<|message|>two<|end|><|start|>assistant" + final + "d<|return|>", 1)])
     check(channels, parse("a thought before a call"), [
         ("<|start|>user<|message|>a<|end|><|start|>assistant", 0),
-        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=weather<|channel|>commentary<|message|>"
+        (" to=weather<|channel|>commentary<|message|>"
          '{"days": 3}<|call|>', 1), ("<|start|>tool<|message|>x<|end|><|start|>assistant", 0),
         ("<|channel|>analysis<|message|>so<|end|><|start|>assistant" + final + "b<|return|>", 1)])
     check(channels, parse("empty answer, then one"), [
@@ -227,6 +227,22 @@ def test_only_the_last_turn():
     assert supervised(own(turns="last"), first) == ["b<|im_end|>"]
 
 
+def thinks_by_default(**variables):
+    """As Qwen3.6's own template: the generation prompt leaves the thought open unless enable_thinking is false."""
+    template = own(**variables)
+    template.tokenizer.chat_template = template.tokenizer.chat_template.replace(
+        "if enable_thinking else", "if enable_thinking | default(true) else")
+    return template
+
+
+def test_each_turn_follows_the_prompt_that_leads_to_it():
+    """A turn without a thought comes from the prompt that closes it, one with a thought from the one that opens it."""
+    for template in (own(), thinks_by_default()):
+        assert supervised(template, parse("one turn")) == ["Water.<|im_end|>"]
+        assert supervised(template, parse("a thought")) == ["hm\n</think>\n\nb<|im_end|>"]
+    assert supervised(thinks_by_default(thinking="on"), parse("one turn")) == ["\n</think>\n\nWater.<|im_end|>"]
+
+
 def test_thinking_off_refuses_what_thinks():
     with pytest.raises(ConversationError, match="message 1: it thinks .* but thinking is off"):
         segment_conversation(own(thinking="off"), parse("a thought"))
@@ -278,18 +294,26 @@ def test_generated_ids_of_a_turn_that_is_rewritten():
         encode_conversation(template, parse_conversation({"messages": row}, "here"))
 
 
+def test_generated_ids_without_the_end_of_turn():
+    """Some servers leave it out; a turn that ended by itself has it all the same, one that was cut off has not."""
+    template = own()
+    ids, end = template.tokenizer("battery")["input_ids"], template.tokenizer.eos_token_id
+    for finish, wanted in (("stop", [*ids, end]), ("length", ids)):
+        row = parse_conversation({"messages": [said.user("a"), said.answer("battery", token_ids=ids,
+                                                                           finish_reason=finish)]}, "here")
+        tokens, mask = encode_conversation(template, row)
+        assert [t for t, on in zip(tokens, mask, strict=True) if on] == wanted
+
+
 def test_a_turn_that_is_cut_off_in_its_thoughts():
     """The template closes the thought, the target did not. Generated ids that say so cannot be rendered at all."""
     cut = {"finish_reason": "length"}
     row = parse_conversation({"messages": [said.user("a"), said.thinks("", "first, I") | cut]}, "here")
     assert supervised(own(), row) == ["first, I"]
     ids = own().tokenizer("first, I")["input_ids"]
-    default_on = own()
-    default_on.tokenizer.chat_template = default_on.tokenizer.chat_template.replace(
-        "if enable_thinking else", "if enable_thinking | default(true) else")
     row = parse_conversation({"messages": [said.user("a"), said.answer("first, I", token_ids=ids, **cut)]}, "here")
     with pytest.raises(ConversationError, match="message 1: its token_ids decode to another text"):
-        segment_conversation(default_on, row)  # a guess would put them behind a thought that is closed
+        segment_conversation(thinks_by_default(), row)  # a guess would put them behind a thought that is closed
 
 
 @pytest.mark.parametrize("thinking", ["default", "on", "off"])
