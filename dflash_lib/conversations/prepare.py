@@ -1,201 +1,292 @@
-"""From a conversation file to token rows with their loss mask: what is extracted from and trained on, kept at rest.
+"""From a file of conversations to token rows with their loss mask: streamed, in several processes, resumable.
 
-Row i here is sample index i in the hidden-state store. A row ends with its last supervised token. The folder holds
-`rows.safetensors` (input_ids int32 [tokens], loss_mask uint8 [tokens], offsets int64 [rows + 1]; row i is
-offsets[i]:offsets[i+1]) and `prepared.json` (ids, kinds, what was refused and why, options, hashes, fingerprint).
+Rows are encoded chunk by chunk into files that are whole or absent, which are joined in order. So a run that is killed
+goes on where it was, and what comes out is the same, byte for byte, for any number of processes and interruptions. In
+memory are one chunk a process and, of each row, its id.
 """
 
-import hashlib
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from array import array
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
 
-from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import encode_conversation, tokenizer_hash
-from dflash_lib.files import atomic_path, canonical_json, hash_file, read_json, write_json
+from dflash_lib.conversations.chunks import CHUNK_ROWS, ERRORS, Chunk
+from dflash_lib.conversations.formats import ConversationError, repeated_id
+from dflash_lib.conversations.prepare_worker import TOKENIZER, Job, chunk_path, load_chunk, make_chunks, special_tokens
+from dflash_lib.conversations.prepared_rows import (
+    ARRAYS,
+    FORMAT,
+    META,
+    REFUSED,
+    ROWS,
+    PreparedRows,
+    PrepareOptions,
+    row_entry,
+)
+from dflash_lib.conversations.rendering import ChatTemplate, tokenizer_hash
+from dflash_lib.conversations.sources import count_rows, hash_source
+from dflash_lib.files import hash_tree, hash_value, write_json
+from dflash_lib.progress import Progress
 
-TOO_LONG = ("refuse", "truncate")
+__all__ = ["PrepareOptions", "PreparedRows", "prepare"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
-    """max_samples: rows to keep, in the file's order (None = all); max_length: tokens a row may have; min_supervised:
-    supervised tokens that a row must have; too_long: "refuse" a longer row, or "truncate" it to max_length."""
-
-    max_samples: int | None = None
-    max_length: int = 512
-    min_supervised: int = 8
-    too_long: str = "refuse"
-
-    def __post_init__(self) -> None:
-        if self.too_long not in TOO_LONG:
-            raise ValueError(f"too_long: {self.too_long!r} is not one of {', '.join(TOO_LONG)}")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_samples: at least 1 is needed, got {self.max_samples}")
-        if self.max_length < 2 or self.min_supervised < 1:
-            raise ValueError(f"max_length must be at least 2 and min_supervised at least 1, got {self.max_length} and "
-                             f"{self.min_supervised}")
+POLL_S = 0.05
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedRows:
-    """Token rows and loss masks of many conversations, one after another.
+def prepare(source: Path | str, tokenizer, options: PrepareOptions, *, work_dir: Path | str | None = None,
+            num_workers: int = 1, chunk_rows: int = CHUNK_ROWS) -> PreparedRows:
+    """Tokenises the conversations of a file or data set folder, in its order, until `max_samples` rows are kept.
 
-    input_ids int32 [tokens]; loss_mask uint8 [tokens], 1 = supervised; offsets int64 [rows + 1]; sample_ids and kinds
-    one a row; refused: dicts of id and reason, in the file's order; truncated: ids of rows cut to max_length;
-    tokenizer_hash and source_sha256: of the tokenizer with its chat template and of the conversation file.
-    """
-
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    offsets: np.ndarray
-    sample_ids: list[str]
-    kinds: list[str]
-    options: PrepareOptions
-    tokenizer_hash: str
-    source_sha256: str
-    refused: list[dict[str, str]] = field(default_factory=list)
-    truncated: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.sample_ids)
-
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [T] and loss mask uint8 [T] of row i: views, not copies."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        rows = slice(self.offsets[i], self.offsets[i + 1])
-        return self.input_ids[rows], self.loss_mask[rows]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows]."""
-        return np.diff(self.offsets)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def num_supervised(self) -> int:
-        return int(self.loss_mask.sum(dtype=np.int64))
-
-    @property
-    def refused_by_reason(self) -> dict[str, int]:
-        """How many rows each kind of reason refused, most frequent first (numbers in reasons put aside)."""
-        kinds = Counter(entry["reason"].split(":")[0] for entry in self.refused)
-        return dict(kinds.most_common())
-
-    def _meta(self) -> dict:
-        return {"num_samples": len(self), "num_tokens": self.num_tokens, "num_supervised": self.num_supervised,
-                "options": asdict(self.options), "tokenizer_hash": self.tokenizer_hash,
-                "source_sha256": self.source_sha256, "sample_ids": self.sample_ids, "kinds": self.kinds,
-                "refused": self.refused, "truncated": self.truncated}
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (hex) over the rows and where they come from: arrays, sample ids, options, tokenizer hash. The hash of
-        the conversation file is no part of it: lines appended behind the last row that was taken change no row."""
-        meta = {"options": asdict(self.options), "tokenizer_hash": self.tokenizer_hash, "sample_ids": self.sample_ids}
-        digest = hashlib.sha256(canonical_json(meta).encode("utf-8"))
-        for values in (self.input_ids, self.loss_mask, self.offsets):
-            digest.update(np.ascontiguousarray(values).view(np.uint8))
-        return digest.hexdigest()
-
-    def save(self, folder: Path | str) -> None:
-        """Writes `rows.safetensors` and then `prepared.json` into `folder`, each whole or not at all."""
-        folder = Path(folder)
-        arrays = {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "offsets": self.offsets}
-        with atomic_path(folder / "rows.safetensors") as partial:
-            save_file(arrays, partial)
-        write_json(folder / "prepared.json", {"fingerprint": self.fingerprint, **self._meta()})
-
-    @classmethod
-    def load(cls, folder: Path | str) -> "PreparedRows":
-        """Reads a folder that `save` wrote.
-
-        Raises FileNotFoundError when a file is missing and ValueError when the two files do not belong together or
-        are damaged.
-        """
-        folder = Path(folder)
-        for name in ("prepared.json", "rows.safetensors"):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder / name}: no such file. Prepare the conversations first (04_extract).")
-        meta = read_json(folder / "prepared.json")
-        try:
-            arrays = load_file(folder / "rows.safetensors")
-            keys = ("sample_ids", "kinds", "tokenizer_hash", "source_sha256", "refused", "truncated")
-            rows = cls(**arrays, options=PrepareOptions(**meta["options"]), **{key: meta[key] for key in keys})
-        except (SafetensorError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder}: prepared rows are damaged or of another version ({error}). "
-                             "Prepare the conversations again.") from error
-        if rows.fingerprint != meta["fingerprint"]:
-            raise ValueError(f"{folder}: rows.safetensors and prepared.json do not belong together. "
-                             "Prepare the conversations again.")
-        return rows
-
-
-def _fit(input_ids: list[int], loss_mask: list[int], options: PrepareOptions) -> tuple[list[int], list[int], str]:
-    """The row within max_length, and the reason to refuse it ("" = keep). Reasons read "what: figures"."""
-    if len(input_ids) > options.max_length:
-        if options.too_long == "refuse":
-            return [], [], f"longer than max_length: {len(input_ids)} tokens, {options.max_length} allowed"
-        input_ids, loss_mask = input_ids[:options.max_length], loss_mask[:options.max_length]
-    num_supervised = sum(loss_mask)
-    if num_supervised < options.min_supervised:
-        return [], [], f"too few supervised tokens: {num_supervised} in the row, {options.min_supervised} needed"
-    end = len(loss_mask) - loss_mask[::-1].index(1)  # nothing is predicted after the last supervised token
-    return input_ids[:end], loss_mask[:end], ""
-
-
-def prepare(source: Path | str, tokenizer, options: PrepareOptions) -> PreparedRows:
-    """Tokenises the conversations of a JSONL file, in its order, until `max_samples` rows are kept.
+    work_dir: where chunks, and in the end the rows, are kept, to be resumed, or taken as they are when nothing changed;
+    the result's arrays are mapped from there, so `save` them elsewhere to keep them. None = a temporary folder, and
+    arrays in memory. num_workers: processes; a source of two chunks or less is done in this one. One call at a time
+    works in a work_dir.
 
     A row that cannot be used (too long, too few supervised tokens, a template that does not let its mask be aligned) is
-    refused and listed with its reason. Raises what `read_conversations` raises for a broken file, and
+    refused and listed with its number and reason. Raises what `read_conversations` raises for a broken file, and
     ConversationError when no row is left: training on an all-zero mask would look fine and learn nothing.
     """
-    source = Path(source)
-    tokens, mask, offsets = array("i"), bytearray(), array("q", [0])
-    sample_ids: list[str] = []
-    kinds: list[str] = []
-    refused: list[dict[str, str]] = []
-    truncated: list[str] = []
-    num_masked = 0
-    for conversation in read_conversations(source):
-        if len(sample_ids) == options.max_samples:
-            break
-        try:
-            input_ids, loss_mask = encode_conversation(tokenizer, conversation)
-        except ConversationError as error:
-            refused.append({"id": conversation.id, "reason": f"template: {error}"})
-            continue
-        num_masked += not any(loss_mask)
-        length = len(input_ids)
-        input_ids, loss_mask, reason = _fit(input_ids, loss_mask, options)
-        if reason:
-            refused.append({"id": conversation.id, "reason": reason})
-            continue
-        if length > options.max_length:
-            truncated.append(conversation.id)
-        tokens.extend(input_ids)
-        mask.extend(loss_mask)
-        offsets.append(len(tokens))
-        sample_ids.append(conversation.id)
-        kinds.append(str(conversation.extra.get("kind", "")))
-    if not sample_ids:
-        if num_masked == len(refused):
+    if num_workers < 1 or chunk_rows < 1:
+        raise ValueError(f"num_workers and chunk_rows must be at least 1, got {num_workers} and {chunk_rows}")
+    if work_dir is None:
+        with tempfile.TemporaryDirectory(prefix="dflash-prepare-") as folder:
+            return prepare(source, tokenizer, options, work_dir=folder, num_workers=num_workers,
+                           chunk_rows=chunk_rows).in_memory()
+    source, template = Path(source), ChatTemplate(tokenizer, options.template)
+    source_hash = hash_source(source)
+    num_rows = count_rows(source)
+    if num_rows is not None:
+        num_rows = min(num_rows, options.max_samples or num_rows)
+    if num_rows is not None and num_rows <= 2 * chunk_rows:
+        num_workers = 1
+    folder = _job_folder(Path(work_dir), {
+        "source": source_hash, "tokenizer": tokenizer_hash(tokenizer), "ends": template.end_tokens,
+        "options": asdict(options), "chunk_rows": chunk_rows, "code": hash_tree(Path(__file__).parent),
+        "date": datetime.date.today().isoformat() if "strftime_now" in tokenizer.chat_template else ""})
+    if (folder / "rows").is_dir():
+        return PreparedRows.load(folder / "rows")
+    job = Job(source=str(source), options=options, chunk_rows=chunk_rows, num_workers=num_workers,
+              tokenizer_hash=tokenizer_hash(tokenizer), special_tokens=special_tokens(tokenizer))
+    with _Join(folder, job, source_hash) as join:
+        progress = Progress(num_rows, "prepare", "rows") if num_rows and num_rows > 2 * chunk_rows else None
+        for chunk in _chunks_in_process(job, folder, template) if num_workers == 1 else _chunks(job, folder, template):
+            join.add(chunk)
+            if progress is not None:
+                progress.set(min(len(join.numbers), num_rows))
+            if join.complete:
+                break
+        if progress is not None:
+            progress.close()
+        join.finish()
+    for path in folder.glob("chunk-*"):
+        path.unlink()
+    return PreparedRows.load_unchecked(folder / "rows")  # its fingerprint has just been taken from these very files
+
+
+def _job_folder(work_dir: Path, settings: dict) -> Path:
+    """The folder of the job with these settings; those of other settings, begun or done before, are removed."""
+    folder = work_dir / f"job-{hash_value(settings)[:16]}"
+    if work_dir.is_dir():
+        for other in work_dir.iterdir():
+            if other != folder and other.is_dir() and re.fullmatch("job-[0-9a-f]{16}", other.name):
+                shutil.rmtree(other)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _chunks_in_process(job: Job, folder: Path, template: ChatTemplate) -> Iterator[Chunk]:
+    for number, _ in make_chunks(job, folder, template):
+        yield load_chunk(folder, number)
+
+
+def _chunks(job: Job, folder: Path, template: ChatTemplate) -> Iterator[Chunk]:
+    """The chunks in order, as processes of their own finish them. They are started anew, not forked: a fork of a
+    process with PyTorch's or the tokenizer's threads can wait for ever. Raises RuntimeError when one of them fails."""
+    job.save(folder)
+    template.tokenizer.save_pretrained(folder / TOKENIZER)
+    ends = [template.tokenizer.convert_tokens_to_ids(token) for token in template.end_tokens]
+    write_json(folder / TOKENIZER / "generation_config.json", {"eos_token_id": ends})
+    with _workers(job, folder) as (workers, log):
+        number = 0
+        while True:
+            ended = [worker.poll() for worker in workers]  # before looking for the chunk: what is done then is there
+            if chunk_path(folder, number).exists():
+                yield load_chunk(folder, number)
+                number += 1
+            elif any(code not in (0, None) for code in ended):
+                raise RuntimeError(f"preparing {job.source}: a process ended with code "
+                                   f"{next(code for code in ended if code)}. The end of its output ({log}):\n"
+                                   f"{log.read_text(errors='replace')[-3000:]}")
+            elif all(code == 0 for code in ended):
+                return
+            else:
+                time.sleep(POLL_S)
+
+
+@contextmanager
+def _workers(job: Job, folder: Path) -> Iterator[tuple[list[subprocess.Popen], Path]]:
+    """Starts the processes, and ends them on leaving; they end by themselves when this process does."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1",
+           "TOKENIZERS_PARALLELISM": "false"}
+    log, workers = folder / "workers.log", []
+    try:
+        with open(log, "wb") as f:
+            for worker in range(job.num_workers):
+                command = [sys.executable, "-m", "dflash_lib.conversations.prepare_worker", str(folder), str(worker),
+                           str(os.getpid())]
+                workers.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=f, stderr=f))
+        yield workers, log
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            try:
+                worker.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+
+
+class _Join:
+    """Appends chunks to the final files, which become the folder `rows` in the end. Nothing but a number of 16 bytes
+    is kept of a row meanwhile."""
+
+    def __init__(self, folder: Path, job: Job, source_hash: str):
+        self.folder, self.job, self.source_hash = folder, job, source_hash
+        self.partial = folder / "rows.partial"
+        self.numbers, self.hashes = array("Q"), array("Q")  # of every row seen: its number, a hash of its id
+        self.num_kept = self.num_refused = self.num_tokens = self.num_empty_masks = 0
+        self.first_refused: list[dict] = []
+        self.error: dict | None = None
+        self.unit, self.complete = "row", False
+
+    def __enter__(self) -> "_Join":
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir()
+        self.files = {name: open(self.partial / name, "wb") for name in (*(f"{a}.npy" for a in ARRAYS), ROWS, REFUSED)}
+        for name in ARRAYS:
+            self._write_header(name, 0)
+        self._append("offsets", np.zeros(1, np.int64))
+        return self
+
+    def __exit__(self, *_) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def _write_header(self, name: str, length: int) -> None:
+        """NumPy's header of a one-dimensional array; it has room for any length, so it can be written again."""
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(ARRAYS[name])), "fortran_order": False,
+                  "shape": (length,)}
+        self.files[f"{name}.npy"].seek(0)
+        np.lib.format.write_array_header_1_0(self.files[f"{name}.npy"], header)
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        self.files[f"{name}.npy"].write(np.ascontiguousarray(values, ARRAYS[name]).tobytes())
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes the chunk's rows, up to max_samples."""
+        self.unit = chunk.unit
+        room = (self.job.options.max_samples or sys.maxsize) - self.num_kept
+        kept, refused, seen = chunk.kept[:room], chunk.refused, chunk.seen
+        if kept and len(kept) == room:
+            last = kept[-1]["number"]
+            refused = [entry for entry in refused if entry["number"] < last]
+            seen = [entry for entry in seen if entry[0] <= last]
+            self.complete = True
+        elif chunk.error is not None:
+            self.error, self.complete = chunk.error, True
+        lengths = chunk.lengths[:len(kept)]
+        num_tokens = int(lengths.sum())
+        self._append("input_ids", chunk.input_ids[:num_tokens])
+        self._append("loss_mask", chunk.loss_mask[:num_tokens])
+        self._append("offsets", self.num_tokens + np.cumsum(lengths))
+        self._append_lines(ROWS, (row_entry(e["id"], e["kind"], e["truncated"]) for e in kept))
+        self._append_lines(REFUSED, refused)
+        self.numbers.extend(number for number, _ in seen)
+        self.hashes.extend(_hash(name) for _, name in seen)
+        self.first_refused += refused[:3 - len(self.first_refused)]
+        self.num_kept += len(kept)
+        self.num_refused += len(refused)
+        self.num_tokens += num_tokens
+        self.num_empty_masks += chunk.num_empty_masks
+
+    def _append_lines(self, name: str, values) -> None:
+        for value in values:
+            self.files[name].write((json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8"))
+
+    def finish(self) -> None:
+        """Publishes the rows. Raises ConversationError or SourceError, whichever fault comes first in the source."""
+        self._check()
+        for name, length in zip(ARRAYS, (self.num_tokens, self.num_tokens, self.num_kept + 1), strict=True):
+            self._write_header(name, length)
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        write_json(self.partial / META, {
+            "format": FORMAT, "options": asdict(self.job.options), "num_refused": self.num_refused,
+            "tokenizer_hash": self.job.tokenizer_hash, "source_sha256": self.source_hash})
+        rows = PreparedRows.load_unchecked(self.partial)
+        write_json(self.partial / META, rows.meta())  # now that its fingerprint is known
+        self.partial.rename(self.folder / "rows")
+
+    def _check(self) -> None:
+        source, repeated = self.job.source, self._first_repeated_id()
+        if repeated is not None and (self.error is None or repeated[0] < self.error["number"]):
+            number, name, first = repeated
+            raise ConversationError(repeated_id(f"{source}, {self.unit} {number}", name, self.unit, first))
+        if self.error is not None:
+            raise ERRORS[self.error["type"]](self.error["message"])
+        if not self.numbers:
+            raise ConversationError(f"{source}: holds no conversation")
+        if self.num_kept:
+            return
+        if self.num_empty_masks == self.num_refused:
             raise ConversationError(f"{source}: the loss mask is zero in every row, so nothing would be learned. "
                                     "Are the assistant turns empty?")
-        reasons = "; ".join(f"{entry['id']}: {entry['reason']}" for entry in refused[:3])
-        raise ConversationError(f"{source}: all {len(refused)} conversations were refused, so nothing is left to train "
-                                f"on. The first: {reasons}")
-    return PreparedRows(
-        input_ids=np.frombuffer(tokens, np.int32), loss_mask=np.frombuffer(mask, np.uint8),
-        offsets=np.frombuffer(offsets, np.int64), sample_ids=sample_ids, kinds=kinds, options=options,
-        tokenizer_hash=tokenizer_hash(tokenizer), source_sha256=hash_file(source), refused=refused, truncated=truncated)
+        reasons = "; ".join(f"{entry['id']}: {entry['reason']}" for entry in self.first_refused)
+        raise ConversationError(f"{source}: all {self.num_refused} conversations were refused, so nothing is left to "
+                                f"train on. The first: {reasons}")
+
+    def _first_repeated_id(self) -> tuple[int, str, int] | None:
+        """Number and id of the first row whose id an earlier one has, and that one's number."""
+        hashes = np.frombuffer(self.hashes, np.uint64)
+        order = np.argsort(hashes, kind="stable")
+        same = hashes[order[1:]] == hashes[order[:-1]]
+        suspects = set(hashes[order[1:][same]].tolist())
+        if not suspects:
+            return None
+        first: dict[str, int] = {}
+        last = self.numbers[-1]
+        for path in sorted(self.folder.glob("chunk-*.safetensors")):
+            with safe_open(path, framework="np") as f:
+                seen = json.loads(f.metadata()["rows"])["seen"]
+            for number, name in seen:
+                if number > last:
+                    return None
+                if _hash(name) in suspects:
+                    if name in first:
+                        return number, name, first[name]
+                    first[name] = number
+        return None
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -1,16 +1,21 @@
-"""From messages to segments of text, supervised or not, by rendering the target's own chat template.
+"""From messages to segments of text, supervised or not, and from those to token ids with their loss mask.
 
 Supervised is what the target generates: the assistant's rendered content and its end-of-turn token; not the newline
-after it, not the template's own tokens (DESIGN.md, convention 11). Segments are found by rendering each prefix of the
-conversation and comparing, never by regular expressions, and are tokenised one by one: that is how a server sees
-them, prompt first and then token after token, so no token ever straddles prompt and answer.
+after it, not the template's own tokens, such as a `<think>` that the generation prompt opened (DESIGN.md, convention
+11). `alignment` finds where that is in the rendered conversation. Segments are tokenised one by one: that is how a
+server sees them, prompt first and then token after token, so no token ever straddles prompt and answer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_lib.conversations.alignment import Alignment, words
 from dflash_lib.conversations.formats import Conversation, ConversationError
-from dflash_lib.files import hash_value
+from dflash_lib.conversations.rendering import ChatTemplate, TemplateOptions, tokenizer_hash
+
+__all__ = ["ChatTemplate", "Segment", "TemplateOptions", "encode_conversation", "encode_prompt", "render",
+           "segment_conversation", "tokenize_rows", "tokenize_segments", "tokenizer_hash"]
 
 
 @dataclass(frozen=True)
@@ -22,90 +27,127 @@ class Segment:
     token_ids: tuple[int, ...] | None = None
 
 
-def tokenizer_hash(tokenizer) -> str:
-    """sha256 of the vocabulary, merges and chat template: two tokenizers with one hash give the same rows."""
-    return hash_value([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""])
-
-
 def render(tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
     """The chat template's text for `messages`. Raises ConversationError when the tokenizer has no template."""
-    if not tokenizer.chat_template:
-        raise ConversationError("the tokenizer has no chat template; give the model folder a chat_template.jinja")
-    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
-    try:
-        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except Exception as error:  # templates raise through jinja2 (TemplateError) with their own words
-        raise ConversationError(f"the chat template refused the conversation: {error}") from error
+    return ChatTemplate(tokenizer).text(messages, generation_prompt=add_generation_prompt)
 
 
-def segment_conversation(tokenizer, conversation: Conversation) -> list[Segment]:
-    """Splits a conversation into segments that alternate between context and supervised text.
+def _as_template(template) -> ChatTemplate:
+    return template if isinstance(template, ChatTemplate) else ChatTemplate(template)
 
-    Raises ConversationError, naming conversation and message, when a template rewrites an earlier turn or content
-    cannot be found in its rendering: such a row is refused, never guessed.
+
+def segment_conversation(template, conversation: Conversation) -> list[Segment]:
+    """Splits a conversation into segments that alternate between context and answers.
+
+    template: a ChatTemplate, or a tokenizer for the default options. With turns "last" the earlier answers are
+    context. Raises ConversationError, naming conversation and message, where a supervised turn cannot be aligned: such
+    a row is refused, never guessed.
     """
-    messages, end_of_turn = conversation.messages, tokenizer.eos_token
-    if not end_of_turn:
-        raise ConversationError("the tokenizer names no eos_token, so the end of a turn is not known")
-    whole = render(tokenizer, messages)
+    template = _as_template(template)
+    alignment = Alignment(template, conversation)
+    supervised = alignment.indices if template.options.turns == "all" else alignment.indices[-1:]
+    return _segments(alignment, supervised)
+
+
+def _segments(alignment: Alignment, supervised: Sequence[int]) -> list[Segment]:
+    """The alignment's text in pieces. A turn that is not supervised and cannot be aligned stays part of the context."""
     segments, at = [], 0
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for i in alignment.indices:
+        message = alignment.messages[i]
+        try:
+            turn = alignment.turn(i)
+            ids = _generated_ids(alignment, i, turn)
+        except ConversationError:
+            if i in supervised:
+                raise
             continue
-        where = f"conversation {conversation.id}, message {i}"
-        if i == 0:
-            raise ConversationError(f"{where}: begins with an assistant turn, so no prompt leads to it")
-        prompt = render(tokenizer, messages[:i], add_generation_prompt=True)
-        if not whole.startswith(prompt):
-            raise ConversationError(f"{where}: the template renders the turns before it differently in the whole "
-                                    "conversation than as a prompt, so the mask cannot be aligned")
-        segments.append(Segment(whole[at:len(prompt)], supervised=False))
-        rest = whole[len(prompt):]
-        content = message["content"] if rest.startswith(message["content"]) else message["content"].strip()
-        if not rest.startswith(content):
-            raise ConversationError(f"{where}: its content is not what the template renders after the prompt")
-        at = len(prompt) + len(content)
-        ids = message.get("token_ids")
-        if message.get("finish_reason", "stop") == "stop":
-            if not whole.startswith(end_of_turn, at):
-                raise ConversationError(f"{where}: the template does not put the tokenizer's end-of-turn token "
-                                        f"{end_of_turn!r} behind its content, so its end could not be learned")
-            at += len(end_of_turn)
-        text = whole[len(prompt):at]
-        segments.append(Segment(text, True, tuple(ids) if ids else None))
-    if at < len(whole):
-        segments.append(Segment(whole[at:], supervised=False))
+        end = turn.end if message.get("finish_reason", "stop") == "stop" else turn.cut
+        segments.append(Segment(alignment.text[at:turn.start], supervised=False))
+        segments.append(Segment(alignment.text[turn.start:end], i in supervised, ids))
+        at = end
+    if at < len(alignment.text):
+        segments.append(Segment(alignment.text[at:], supervised=False))
     return segments
 
 
-def tokenize_segments(tokenizer, segments: list[Segment]) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask (1 = supervised), both of the same length, of the segments one after another."""
-    input_ids: list[int] = []
-    loss_mask: list[int] = []
-    for segment in segments:
-        ids = segment.token_ids
-        if ids is None:
-            ids = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
-        input_ids.extend(ids)
-        loss_mask.extend([int(segment.supervised)] * len(ids))
-    return input_ids, loss_mask
+def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None:
+    """The turn's `token_ids` where the template renders what they say (white space apart), with the end-of-turn token
+    of a finished turn whose ids lack it; None where the template renders only their end, without the thoughts, so that
+    the text is tokenised as a server would. Raises ConversationError else."""
+    message = alignment.messages[i]
+    ids = message.get("token_ids")
+    if not ids:
+        return None
+    tokenizer = alignment.template.tokenizer
+    said = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    ending = next((token for token in alignment.template.end_tokens if said.endswith(token)), "")
+    said, rendered = words(said.removesuffix(ending)), words(alignment.text[turn.start:turn.cut])
+    if said == rendered:
+        lacks_end = not ending and message.get("finish_reason", "stop") == "stop"
+        end = alignment.text[turn.cut:turn.end].strip()
+        return (*ids, tokenizer.convert_tokens_to_ids(end)) if lacks_end else tuple(ids)
+    if said.endswith(rendered):
+        return None
+    reason = "its token_ids decode to another text than the template renders there"
+    raise ConversationError(f"conversation {alignment.conversation.id}, message {i}: {reason}", reason)
 
 
-def encode_conversation(tokenizer, conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a conversation. Raises ConversationError (see `segment_conversation`).
+def tokenize_rows(tokenizer, rows: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[int]]]:
+    """Token ids and loss mask (1 = supervised), both of one length, of each row's segments one after another. All texts
+    go through the tokenizer in one call, which is what makes it fast."""
+    texts = [segment.text for row in rows for segment in row if segment.token_ids is None]
+    encoded = iter(tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                             verbose=False)["input_ids"] if texts else [])
+    result = []
+    for row in rows:
+        input_ids: list[int] = []
+        loss_mask: list[int] = []
+        for segment in row:
+            ids = next(encoded) if segment.token_ids is None else segment.token_ids
+            input_ids.extend(ids)
+            loss_mask.extend([int(segment.supervised)] * len(ids))
+        result.append((input_ids, loss_mask))
+    return result
 
-    The template's text after the last supervised token is left out: nothing is predicted from it.
+
+def tokenize_segments(tokenizer, segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
+    """`tokenize_rows` for one row."""
+    return tokenize_rows(tokenizer, [segments])[0]
+
+
+def row_segments(template, conversation: Conversation) -> list[Segment]:
+    """The segments of a conversation's row. Raises ConversationError (see `segment_conversation`).
+
+    The template's text after the last supervised token is left out: nothing is predicted from it. A row that is
+    tokenised already is taken as it is; ids that the tokenizer does not have are refused.
     """
-    segments = segment_conversation(tokenizer, conversation)
+    template = _as_template(template)
+    if conversation.input_ids is not None:
+        segments, mask = [], conversation.loss_mask
+        if max(conversation.input_ids) >= len(template.tokenizer):
+            raise ConversationError(f"conversation {conversation.id}: token id {max(conversation.input_ids)} is not in "
+                                    f"the tokenizer's vocabulary of {len(template.tokenizer)}",
+                                    "a token id that is not in the tokenizer's vocabulary")
+        start = 0
+        for end in range(1, len(mask) + 1):
+            if end == len(mask) or mask[end] != mask[start]:
+                segments.append(Segment("", bool(mask[start]), tuple(conversation.input_ids[start:end])))
+                start = end
+    else:
+        segments = segment_conversation(template, conversation)
     while segments and not segments[-1].supervised:
         segments.pop()
-    return tokenize_segments(tokenizer, segments)
+    return segments
 
 
-def encode_prompt(tokenizer, conversation: Conversation) -> list[int]:
+def encode_conversation(template, conversation: Conversation) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of a conversation's row. Raises ConversationError (see `row_segments`)."""
+    template = _as_template(template)
+    return tokenize_segments(template.tokenizer, row_segments(template, conversation))
+
+
+def encode_prompt(template, conversation: Conversation) -> list[int]:
     """Token ids of the conversation so far plus the generation prompt: what the target continues."""
-    answer = {"role": "assistant", "content": "", "finish_reason": "length"}
-    closed = Conversation(conversation.id, [*conversation.messages, answer])
-    segments = segment_conversation(tokenizer, closed)
-    last = max(i for i, segment in enumerate(segments) if segment.supervised)
-    return tokenize_segments(tokenizer, segments[:last])[0]
+    template = _as_template(template)
+    segments = _segments(Alignment(template, conversation, as_prompt=True), supervised=())
+    return tokenize_segments(template.tokenizer, segments)[0]

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import encode_prompt
+from dflash_lib.conversations.templates import ChatTemplate, encode_prompt
 from dflash_lib.decoding.acceptance import (
     Interval,
     acceptance_length,
@@ -65,20 +65,21 @@ class Answer:
         return self.prompt.token_ids + self.token_ids
 
 
-def read_prompts(path: Path | str, tokenizer, num_prompts: int | None = None) -> list[EvalPrompt]:
-    """The first `num_prompts` conversations of a JSONL file (None = all), each to be continued by the target.
+def read_prompts(path: Path | str, template, num_prompts: int | None = None) -> list[EvalPrompt]:
+    """The first `num_prompts` conversations of a file (None = all), each to be continued by the target.
 
-    `text` is what the user says. Raises as `read_conversations`, and ConversationError for a conversation that does not
-    end with a user turn.
+    template: a ChatTemplate, made with the options that the training text was rendered with, or a tokenizer for the
+    default ones. `text` is what the user says. Raises as `read_conversations`, and ConversationError for a conversation
+    that does not end with a user turn.
     """
-    prompts = []
+    prompts, template = [], template if isinstance(template, ChatTemplate) else ChatTemplate(template)
     for conversation in read_conversations(path, num_prompts, need_assistant=False):
         if conversation.messages[-1]["role"] != "user":
             raise ConversationError(f"{path}: conversation {conversation.id!r} does not end with a user turn, so there "
                                     "is nothing to answer")
         text = "\n".join(m["content"] for m in conversation.messages if m["role"] == "user")
         prompts.append(EvalPrompt(conversation.id, str(conversation.extra.get("kind", "")), text,
-                                  encode_prompt(tokenizer, conversation)))
+                                  encode_prompt(template, conversation)))
     return prompts
 
 

@@ -7,7 +7,7 @@ conversations are appended to a partial file, batch by batch; a second call goes
 import datetime
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dflash_lib.conversations.formats import (
@@ -16,8 +16,9 @@ from dflash_lib.conversations.formats import (
     parse_conversation,
     read_conversations,
 )
-from dflash_lib.conversations.templates import encode_prompt
-from dflash_lib.files import atomic_path, hash_file, read_json, write_json
+from dflash_lib.conversations.sources import hash_source
+from dflash_lib.conversations.templates import ChatTemplate, encode_prompt
+from dflash_lib.files import atomic_path, read_json, write_json
 from dflash_lib.progress import Progress
 from dflash_lib.target.generate import generate_batch, stop_token_ids
 from dflash_lib.target.loading import Target
@@ -38,7 +39,7 @@ def answer_batch(target: Target, conversations: list[Conversation], max_new_toke
 
     Two user messages in a row are answered one by one; a system message is context.
     """
-    stop = set(stop_token_ids(target))
+    stop, template = set(stop_token_ids(target)), ChatTemplate(target.tokenizer)
     asked = [list(c.messages) for c in conversations]
     so_far: list[list[dict]] = [[] for _ in conversations]
     while True:
@@ -51,12 +52,13 @@ def answer_batch(target: Target, conversations: list[Conversation], max_new_toke
                 active.append(i)
         if not active:
             break
-        prompts = [encode_prompt(target.tokenizer, Conversation(conversations[i].id, so_far[i])) for i in active]
+        prompts = [encode_prompt(template, replace(conversations[i], messages=so_far[i])) for i in active]
         for i, generation in zip(active, generate_batch(target, prompts, max_new_tokens), strict=True):
             text_ids = [token for token in generation.token_ids if token not in stop]
             text = target.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             so_far[i].append({"role": "assistant", "content": text, **asdict(generation)})
-    return [{"id": c.id, **c.extra, "messages": messages} for c, messages in zip(conversations, so_far, strict=True)]
+    return [{"id": c.id, **c.extra, **({"tools": c.tools} if c.tools else {}), "messages": messages}
+            for c, messages in zip(conversations, so_far, strict=True)]
 
 
 def regenerate(target: Target, source: Path | str, out: Path | str, options: RegenerateOptions) -> dict:
@@ -75,7 +77,7 @@ def regenerate(target: Target, source: Path | str, out: Path | str, options: Reg
     for conversation in conversations:
         if not any(m["role"] == "user" for m in conversation.messages):
             raise ConversationError(f"{source}: conversation {conversation.id!r} has no user turn to be answered")
-    settings = {"model": target.identity, "source": source.name, "source_sha256": hash_file(source),
+    settings = {"model": target.identity, "source": source.name, "source_sha256": hash_source(source),
                 "decoding": "greedy", "seed": None, **asdict(options)}
     _check_settings(partial, settings_file, settings)
     write_json(settings_file, settings)

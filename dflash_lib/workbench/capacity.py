@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import encode_conversation
+from dflash_lib.conversations.templates import ChatTemplate, encode_conversation
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
@@ -146,13 +146,13 @@ def data_size(conversations: Path | str, tokenizer, max_samples: int | None, max
     """
     total = sum(1 for _ in read_conversations(conversations))
     step = max(total // num_probes, 1)
-    lengths, num_probed = [], 0
+    lengths, num_probed, template = [], 0, ChatTemplate(tokenizer)
     for i, conversation in enumerate(read_conversations(conversations)):
         if i % step:
             continue
         num_probed += 1
         try:
-            length = len(encode_conversation(tokenizer, conversation)[0])
+            length = len(encode_conversation(template, conversation)[0])
         except ConversationError:
             continue  # the preparation refuses it too, and reports it with its reason
         if length <= max_length:

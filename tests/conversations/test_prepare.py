@@ -168,19 +168,56 @@ def test_damaged_folders(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match="Prepare the conversations first"):
         PreparedRows.load(folder)
     rows.save(folder)
-    meta = json.loads((folder / "prepared.json").read_text())
-    (folder / "prepared.json").write_text(json.dumps({**meta, "sample_ids": ["x", "y"]}))
-    with pytest.raises(ValueError, match="do not belong together"):
-        PreparedRows.load(folder)
-    del meta["refused"]
-    (folder / "prepared.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="damaged or of another version.*refused"):
-        PreparedRows.load(folder)
+    names = (folder / "rows.jsonl").read_text()
+    for changed, message in ((names.replace('"a"', '"x"'), "do not belong together"),
+                             (names + names, "number of rows"), (names[:-9], "not valid JSON")):
+        (folder / "rows.jsonl").write_text(changed)
+        with pytest.raises(ValueError, match=message):
+            PreparedRows.load(folder)
     rows.save(folder)
-    data = (folder / "rows.safetensors").read_bytes()
-    (folder / "rows.safetensors").write_bytes(data[:-9])
+    meta = json.loads((folder / "prepared.json").read_text())
+    lacking = {key: value for key, value in meta.items() if key != "source_sha256"}
+    for changed, message in ((lacking, "another version.*source_sha256"),
+                             ({**meta, "format": 1}, "another version.*format 1"),
+                             ({**meta, "num_refused": 7}, "damaged"), ({**meta, "fingerprint": ""}, "belong together")):
+        (folder / "prepared.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            PreparedRows.load(folder)
+    rows.save(folder)
+    data = (folder / "input_ids.npy").read_bytes()
+    (folder / "input_ids.npy").write_bytes(data[:-9])
     with pytest.raises(ValueError, match="damaged"):
         PreparedRows.load(folder)
-    (folder / "rows.safetensors").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    (folder / "input_ids.npy").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     with pytest.raises(ValueError, match="do not belong together"):
         PreparedRows.load(folder)
+    (folder / "input_ids.npy").unlink()
+    with pytest.raises(FileNotFoundError, match="input_ids.npy"):
+        PreparedRows.load(folder)
+
+
+def test_refused_rows_are_numbered_and_described(tmp_path, tokenizer):
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'].replace('bad', 'good')")
+    try:
+        rows = prepare(write(tmp_path / "c.jsonl", *ROWS, chat("x", "Hi", "bad"), chat("y", "Hi", "bad too")),
+                       tokenizer, OPTIONS)
+    finally:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    assert [(entry["number"], entry["id"]) for entry in rows.refused] == [(2, "long"), (4, "short"), (5, "x"), (6, "y")]
+    assert rows.refused_by_reason == {"template: its content is not what the template renders after the prompt": 2,
+                                      "longer than max_length": 1, "too few supervised tokens": 1}
+    text = rows.describe(num_refused=2)
+    assert f"2 rows, {rows.num_tokens} tokens, {rows.num_supervised} of them supervised" in text
+    assert "refused: 4 rows:\n  2 x template: its content" in text
+    assert "row 4, id short: too few supervised tokens: 1 in the row, 4 needed" in text and "row 5" not in text
+    rows.save(tmp_path / "prepared")
+    assert PreparedRows.load(tmp_path / "prepared").describe() == rows.describe()
+
+
+def test_the_choices_reach_the_mask(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", chat("a", "a", "the first answer", "b", "the second answer"))
+    all_turns, last = (prepare(path, tokenizer, PrepareOptions(turns=turns)) for turns in ("all", "last"))
+    assert np.array_equal(all_turns.input_ids, last.input_ids) and last.num_supervised < all_turns.num_supervised
+    assert all_turns.fingerprint != last.fingerprint
+    other = prepare(path, tokenizer, PrepareOptions(template_kwargs={"unused": 1}))
+    assert np.array_equal(all_turns.loss_mask, other.loss_mask) and other.fingerprint != all_turns.fingerprint

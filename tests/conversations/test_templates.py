@@ -141,7 +141,7 @@ def test_a_trimming_template_supervises_what_it_renders(tokenizer):
 
 
 @pytest.mark.parametrize(("template", "turns", "message"), [
-    (DROPS_THINKING, [("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")],
+    (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [("user", "a"), ("assistant", "b")],
      "message 1: its content is not what the template renders"),
     (REWRITES_USER, [("user", "a"), ("assistant", "b")], "message 1: the template renders the turns before it diff"),
     (CHAT_TEMPLATE.replace("<|im_end|>", "<|other|>"), [("user", "a"), ("assistant", "b")], "end-of-turn token"),
@@ -155,10 +155,12 @@ def test_templates_that_cannot_be_aligned_are_refused(tokenizer, template, turns
         encode_conversation(tokenizer, conversation(*turns))
 
 
-def test_the_thinking_template_is_fine_while_it_rewrites_nothing(tokenizer):
+def test_a_template_that_drops_thoughts_supervises_what_it_renders(tokenizer):
     tokenizer.chat_template = DROPS_THINKING
-    ids, mask = encode_conversation(tokenizer, conversation(("user", "a"), ("assistant", "<think>hm</think>b")))
-    assert decode(tokenizer, [t for t, on in zip(ids, mask, strict=True) if on]) == "<think>hm</think>b<|im_end|>"
+    turns = [("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "<think>so</think>d")]
+    ids, mask = encode_conversation(tokenizer, conversation(*turns))
+    assert decode(tokenizer, [t for t, on in zip(ids, mask, strict=True) if on]) == (
+        "b<|im_end|><think>so</think>d<|im_end|>")
 
 
 def test_a_tokenizer_without_end_of_turn_is_refused():

@@ -32,9 +32,9 @@ def source(tmp_path):
 
 
 def test_answers_are_the_targets_own_turn_by_turn(tiny_qwen3_5):
-    conversation = Conversation("x", PROMPTS[1]["messages"], {"kind": "stories"})
+    conversation = Conversation("x", PROMPTS[1]["messages"], {"kind": "stories"}, tools=[{"name": "f"}])
     row, = answer_batch(tiny_qwen3_5, [conversation], 6)
-    assert row["id"] == "x" and row["kind"] == "stories"
+    assert row["id"] == "x" and row["kind"] == "stories" and row["tools"] == [{"name": "f"}]
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * 2
     for i in (1, 3):
         prompt = encode_prompt(tiny_qwen3_5.tokenizer, Conversation("x", row["messages"][:i]))
