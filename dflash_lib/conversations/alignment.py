@@ -8,13 +8,13 @@ stands between the end of the message before and that place must be what the gen
 is found in the same way, and an end-of-turn token must stand there. Whatever does not fit refuses the conversation.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_lib.conversations.formats import Conversation, ConversationError
 from dflash_lib.conversations.rendering import ChatTemplate, common_prefix, common_suffix
-from dflash_lib.files import canonical_json
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Alignment:
     def _end_of_calls(self, i: int, start: int) -> Turn:
         """The end of a turn that ends with tool calls: the first end-of-turn token behind the last call's name, which
         is the template's since no argument contains one, and before the next message's words."""
-        calls = canonical_json(self.messages[i]["tool_calls"])
+        calls = json.dumps(self.messages[i]["tool_calls"], ensure_ascii=False)
         if inside := [token for token in self.template.end_tokens if token in calls]:
             raise ConversationError(f"its tool calls contain the end-of-turn token {inside[0]!r}")
         first, second = self._varied(i, _call)

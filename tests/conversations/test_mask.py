@@ -345,3 +345,18 @@ def test_rows_that_are_tokenised_already():
     assert encode_conversation(tokenizer, row) == ([5, 6, 7, 2], [0, 0, 1, 1])
     with pytest.raises(ConversationError, match="token id 384 is not in the tokenizer's vocabulary of 384"):
         encode_conversation(tokenizer, parse_conversation({"input_ids": [5, 384], "loss_mask": [0, 1]}, "here"))
+
+
+def test_generated_ids_that_the_tokenizer_does_not_have():
+    """Decoding passes over them, so that the text would be right and the row not."""
+    ids = own().tokenizer("battery")["input_ids"]
+    for unknown in (len(own().tokenizer), 1 << 40):
+        row = {"messages": [said.user("a"), said.answer("battery", token_ids=[*ids, unknown], finish_reason="stop")]}
+        with pytest.raises(ConversationError, match=f"c, message 1: token id {unknown} is not in the tokenizer's voc"):
+            encode_conversation(own(), parse_conversation(row, "here", default_id="c"))
+
+
+def test_a_call_with_what_json_has_no_word_for():
+    row = {"messages": [said.user("a"), said.calls({"x": float("nan")})]}
+    assert supervised(own(), parse_conversation(row, "here")) == [
+        '<tool_call>\n{"name": "weather", "arguments": {"x": NaN}}\n</tool_call><|im_end|>']

@@ -31,6 +31,9 @@ ROWS = [chat("a", "What is rain?", "Water that falls.", kind="facts"),
         chat("b", "Hi", "Hello, how do you do?", "Well", "That is good to hear.", "trailing"),
         chat("short", "Hi", "")]
 OPTIONS = PrepareOptions(max_length=90, min_supervised=4)
+RAISES = make_tokenizer()
+RAISES.chat_template = ("{% if tools %}{{ raise_exception('no such tool: ' + (tools[0] | first)) }}{% endif %}"
+                        + CHAT_TEMPLATE)
 
 
 def test_rows_are_the_encoded_conversations(tmp_path, tokenizer):
@@ -221,3 +224,15 @@ def test_the_choices_reach_the_mask(tmp_path, tokenizer):
     assert all_turns.fingerprint != last.fingerprint
     other = prepare(path, tokenizer, PrepareOptions(template_kwargs={"unused": 1}))
     assert np.array_equal(all_turns.loss_mask, other.loss_mask) and other.fingerprint != all_turns.fingerprint
+
+
+def test_half_a_character_refuses_its_row_only(tmp_path, tokenizer):
+    """JSON can spell an emoji that was cut in two; no tokenizer takes it, and no file."""
+    path = write(tmp_path / "c.jsonl", chat("half", "Hi", "Hello, \ud83d"), chat("asks", "\udc00", "b"), ROWS[0],
+                 chat("pair", "Hi", "Hello, \ud83d\ude00, how do you do?"))
+    rows = prepare(path, tokenizer, OPTIONS)
+    assert rows.sample_ids == ["a", "pair"] and [entry["id"] for entry in rows.refused] == ["half", "asks"]
+    assert all("half of a character" in entry["reason"] for entry in rows.refused)
+    path = write(tmp_path / "c.jsonl", {**ROWS[0], "tools": [{"\ud83d": 1}]}, chat("b", *"uvwxyz"))
+    refused = prepare(path, RAISES, PrepareOptions(min_supervised=4)).refused
+    assert refused[0]["reason"].endswith("no such tool: \\ud83d")
