@@ -80,7 +80,13 @@ class Alignment:
     def _marked_turn(self, i: int) -> Turn:
         """The span that the template marks, without what its generation prompt opens, up to its end-of-turn token."""
         start, end = self.spans[i]
-        start = max([start, *(n for p in self._prompts(i) if self.text.startswith(p) and (n := len(p)) <= end)])
+        prompts = self._prompts(i)
+        if fitting := [len(prompt) for prompt in prompts if self.text.startswith(prompt)]:
+            start = max([start, *(n for n in fitting if n <= end)])
+        else:  # marks may hold the turn's header, too, of which only a part of the prompt may be there
+            before = self.template.text(self.messages[:i], self.tools)
+            if any(common_prefix(self.text[start:end], prompt.removeprefix(before)) for prompt in prompts):
+                start = min(max(start, self._start(i, prompts)), end)
         marked = self.text[start:end].rstrip()
         for token in self.template.end_tokens:
             if marked.endswith(token):

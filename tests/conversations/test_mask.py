@@ -207,6 +207,25 @@ def test_marks_are_used():
         encode_conversation(tokenizer, parse("a thought"))
 
 
+def test_marks_that_hold_the_header_of_a_turn_whose_thoughts_are_dropped():
+    """No generation prompt leads there as a whole; the header is the prompt's all the same."""
+    tokenizer = tokenizer_with(OWN / "drops_thinking.jinja")
+    header = "{{- '<|im_start|>assistant\\n' }}"
+    end = "        {{- '<|im_end|>\\n' }}\n    {%- elif m.role == 'tool' %}"
+    assert header in tokenizer.chat_template and end in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(header, "{%- generation %}" + header).replace(
+        end, end.replace("}}", "}}{%- endgeneration %}", 1))
+    for name, conversation in ((name, parse(name)) for name in said.ALL):
+        if "tool" not in name and "call" not in name and conversation.messages[0]["role"] != "assistant":
+            assert supervised(ChatTemplate(tokenizer), conversation) == supervised(own(), conversation), name
+    rewrites = tokenizer.chat_template.replace("m.role + '\\n' + said",
+                                               "m.role + '\\n' + (said if loop.last else said | upper)")
+    assert rewrites != tokenizer.chat_template
+    tokenizer.chat_template = rewrites
+    with pytest.raises(ConversationError, match="message 1: the template renders the turns before it differently"):
+        segment_conversation(tokenizer, parse("one turn"))
+
+
 def own(**variables):
     return ChatTemplate(tokenizer_with(OWN / "drops_thinking.jinja"), TemplateOptions(**variables))
 
