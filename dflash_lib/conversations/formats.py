@@ -9,7 +9,8 @@ A row is one of these; a file holds rows of one kind, and what else a row carrie
 - `prompt_token_ids` and `token_ids`: what a target was given and what it generated.
 
 An assistant message may carry `token_ids` (what the target generated, the end-of-turn token included when it was
-generated) and `finish_reason` ("stop" or "length"), as `regenerate` writes them. `sources` says which files are read.
+generated) and `finish_reason` ("stop" or "length"), as `regenerate` writes them; with `weight` 0, as in OpenAI's files,
+it is context only. `sources` says which files are read.
 """
 
 import json
@@ -210,6 +211,8 @@ def _message(message: Any, at: str) -> dict[str, Any]:
             result["reasoning_content"] = said[0] if said else ""
         if "tool_calls" in result and not (calls := _tool_calls(result.pop("tool_calls"), at)) == []:
             result["tool_calls"] = calls
+    if result.get("weight", 1) not in (0, 1):
+        raise ConversationError(f"{at}: weight must be 0 (not to be learned) or 1, found {result['weight']!r}")
     result["content"] = _content(message.get("content"), at, may_lack="tool_calls" in result)
     if "token_ids" in result and not _are_ids(result["token_ids"]):
         raise ConversationError(f"{at}: token_ids must be a non-empty list of non-negative integers")

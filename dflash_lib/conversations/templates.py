@@ -43,12 +43,13 @@ def segment_conversation(template, conversation: Conversation) -> list[Segment]:
     """Splits a conversation into segments that alternate between context and answers.
 
     template: a ChatTemplate, or a tokenizer for the default options. With turns "last" the earlier answers are
-    context. Raises ConversationError, naming conversation and message, where a supervised turn cannot be aligned: such
-    a row is refused, never guessed.
+    context, and so are those of weight 0. Raises ConversationError, naming conversation and message, where a supervised
+    turn cannot be aligned: such a row is refused, never guessed.
     """
     template = _as_template(template)
     alignment = Alignment(template, conversation)
     supervised = alignment.indices if template.options.turns == "all" else alignment.indices[-1:]
+    supervised = [i for i in supervised if conversation.messages[i].get("weight", 1)]
     return _segments(alignment, supervised)
 
 

@@ -29,6 +29,7 @@ def assistant(**message):
     (assistant(token_ids=[True]), "token_ids must be"),
     (assistant(token_ids=[1]), "finish_reason 'stop' or 'length'"),
     (assistant(finish_reason="eos"), "finish_reason must be 'stop' or 'length', found 'eos'"),
+    (assistant(weight=0.5), "message 1: weight must be 0 .not to be learned. or 1, found 0.5"),
     (assistant(reasoning="a", thinking="b"), "message 1: has two different thoughts"),
     (assistant(reasoning="", thinking=["b"]), "message 1: reasoning_content must be text, found list"),
     (assistant(tool_calls=[{"function": {"name": "f", "arguments": "[" * 100_000}}]), "tool call 0 is not valid JSON"),

@@ -246,6 +246,17 @@ def test_only_the_last_turn():
     assert supervised(own(turns="last"), first) == ["b<|im_end|>"]
 
 
+def test_a_turn_of_weight_zero_is_context():
+    row = said.turns("uauaua", *"abcdef")
+    row["messages"][1]["weight"], row["messages"][3]["weight"] = 0, 1
+    conversation = parse_conversation(row, "here")
+    assert supervised(own(), conversation) == ["d<|im_end|>", "f<|im_end|>"]
+    plain = parse_conversation(said.turns("uauaua", *"abcdef"), "here")
+    assert encode_conversation(own(), conversation)[0] == encode_conversation(own(), plain)[0]
+    row["messages"][5]["weight"] = 0
+    assert supervised(own(turns="last"), parse_conversation(row, "here")) == []
+
+
 def thinks_by_default(**variables):
     """As Qwen3.6's own template: the generation prompt leaves the thought open unless enable_thinking is false."""
     template = own(**variables)
