@@ -35,7 +35,8 @@ def render(tokenizer, messages: list[dict[str, Any]], add_generation_prompt: boo
     return ChatTemplate(tokenizer).text(messages, generation_prompt=add_generation_prompt)
 
 
-def _as_template(template) -> ChatTemplate:
+def as_template(template) -> ChatTemplate:
+    """A ChatTemplate as it is; of a tokenizer its own with the default options."""
     return template if isinstance(template, ChatTemplate) else ChatTemplate(template)
 
 
@@ -46,7 +47,7 @@ def segment_conversation(template, conversation: Conversation) -> list[Segment]:
     context, and so are those of weight 0. Raises ConversationError, naming conversation and message, where a supervised
     turn cannot be aligned: such a row is refused, never guessed.
     """
-    template = _as_template(template)
+    template = as_template(template)
     alignment = Alignment(template, conversation)
     supervised = alignment.indices if template.options.turns == "all" else alignment.indices[-1:]
     supervised = [i for i in supervised if conversation.messages[i].get("weight", 1)]
@@ -167,7 +168,7 @@ def row_segments(template, conversation: Conversation) -> list[Segment]:
     The template's text after the last supervised token is left out: nothing is predicted from it. A row that is
     tokenised already is taken as it is; ids that the tokenizer does not have are refused.
     """
-    template = _as_template(template)
+    template = as_template(template)
     if conversation.input_ids is not None:
         segments, mask = [], conversation.loss_mask
         _check_vocabulary(template.tokenizer, conversation.input_ids, f"conversation {conversation.id}")
@@ -185,12 +186,12 @@ def row_segments(template, conversation: Conversation) -> list[Segment]:
 
 def encode_conversation(template, conversation: Conversation) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation's row. Raises ConversationError (see `row_segments`)."""
-    template = _as_template(template)
+    template = as_template(template)
     return tokenize_segments(template.tokenizer, row_segments(template, conversation))
 
 
 def encode_prompt(template, conversation: Conversation) -> list[int]:
     """Token ids of the conversation so far plus the generation prompt: what the target continues."""
-    template = _as_template(template)
+    template = as_template(template)
     segments = _segments(Alignment(template, conversation, as_prompt=True), supervised=())
     return tokenize_segments(template.tokenizer, segments)[0]

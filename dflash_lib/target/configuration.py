@@ -15,7 +15,7 @@ from dflash_lib.files import read_json
 from dflash_lib.target.checkpoint import RENAMINGS, text_name
 from dflash_lib.target.errors import TargetError
 
-# The first release of Transformers that knows a model type (its release notes).
+# The first release of Transformers that knows a model type; partly from memory, not tried on old releases.
 KNOWN_SINCE = {"gemma3": "4.50.0", "qwen3": "4.51.0", "qwen3_moe": "4.51.0", "gemma3n": "4.53.0", "gpt_oss": "4.55.0",
                "qwen3_next": "4.57.0", "qwen3_5": "5.2.0", "qwen3_5_moe": "5.2.0"}
 
