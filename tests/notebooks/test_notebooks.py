@@ -15,6 +15,7 @@ from dflash_lib.workbench.parameters import (
 )
 from dflash_lib.workbench.pipeline import run_pipeline
 from dflash_lib.workbench.runs import REPOSITORY, load_record, notebook_paths
+from tests.notebooks.conftest import make_job
 
 NOTEBOOKS = notebook_paths()
 PARAMETER_FILES = sorted((REPOSITORY / "notebooks" / "params").glob("*.yaml"))
@@ -22,6 +23,15 @@ PARAMETER_FILES = sorted((REPOSITORY / "notebooks" / "params").glob("*.yaml"))
 def test_every_notebook_passes_on_a_tiny_target(tiny_run):
     assert tiny_run.error == ""
     assert [(s.notebook, s.state) for s in tiny_run.stages] == [(path.stem, "passed") for path in NOTEBOOKS]
+
+
+@pytest.mark.slow
+def test_every_notebook_passes_on_a_tiny_hybrid(tiny_qwen3_5, tmp_path):
+    run = run_pipeline(make_job(tiny_qwen3_5, tmp_path))
+    assert run.error == ""
+    assert [(s.notebook, s.state) for s in run.stages] == [(path.stem, "passed") for path in NOTEBOOKS]
+    evaluated = load_record(run.folder, "07_evaluate")["results"]
+    assert evaluated["identical_prompts"] == evaluated["num_prompts"] == 4
 
 
 @pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
