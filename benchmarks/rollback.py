@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from dflash_lib.decoding import cache as cache_module  # noqa: E402
-from dflash_lib.decoding.cache import CHUNK_RULE, RECURRENT_RULE, TargetCache  # noqa: E402
+from dflash_lib.decoding.cache import CHUNK_RULE, TargetCache, states_behind  # noqa: E402
 
+RECURRENT_RULE = "torch_recurrent_gated_delta_rule"
 SIZES = {
     "tiny": {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
@@ -37,9 +37,9 @@ SIZES = {
 
 
 class Way:
-    """Rolls back with the library: the rule again, all layers in one call."""
+    """Rolls back with the library."""
 
-    name = "rule again over the kept tokens, all layers in one call (the library's)"
+    name = "**from keys, values and gates, all layers at once (the library's)**"
 
     def __init__(self, target, cache: TargetCache):
         self.target, self.cache = target, cache
@@ -82,30 +82,56 @@ class TransformersCrop(Way):
 
 
 class LayerByLayer(Way):
-    name = "rule again over the kept tokens, layer by layer"
+    """As the library's, but one layer after another."""
+
+    name = "from keys, values and gates, layer by layer"
 
     def keep(self, ids, num):
-        calls = self.cache.calls
-        self.cache.calls = []
-        linear, self.cache.linear = self.cache.linear, []
-        self.cache.forget(ids.shape[1] - num)
+        calls, linear = self.cache.calls, self.cache.linear
+        self.cache.calls, self.cache.linear = [], []
+        self.cache.forget(ids.shape[1] - num)  # all but the recurrent states
         self.cache.linear = linear
         if num < ids.shape[1]:
-            for layer, call in zip(linear, calls, strict=True):
-                layer.recurrent_states[0].copy_(cache_module._states_after([call], self.cache.modelling, num)[0])
+            self.set_states(linear, calls, num)
+
+    def set_states(self, linear, calls, num: int) -> None:
+        for layer, call in zip(linear, calls, strict=True):
+            layer.recurrent_states[0] = states_behind([call], num)[0]
 
 
-class Chunked(Way):
-    name = "chunked rule again, all layers in one call"
+class RuleAgain(LayerByLayer):
+    name = "the model's recurrent rule over the kept tokens, layer by layer"
+    rule = RECURRENT_RULE
 
-    def keep(self, ids, num):
-        modelling = self.cache.modelling
-        chunked, recurrent = getattr(modelling, CHUNK_RULE), getattr(modelling, RECURRENT_RULE)
-        setattr(modelling, RECURRENT_RULE, lambda **inputs: chunked(**inputs, chunk_size=num))
-        try:
-            self.cache.forget(ids.shape[1] - num)
-        finally:
-            setattr(modelling, RECURRENT_RULE, recurrent)
+    def run(self, state, calls, num: int) -> torch.Tensor:
+        inputs = {name: torch.cat([call.inputs[name][:, :num] for call in calls]) for name in calls[0].inputs}
+        more = {"chunk_size": num} if self.rule == CHUNK_RULE else {}
+        return getattr(self.cache.modelling, self.rule)(
+            query=inputs["key"], **inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+            **more)[1]
+
+    def set_states(self, linear, calls, num):
+        for layer, call in zip(linear, calls, strict=True):
+            layer.recurrent_states[0] = self.run(call.state, [call], num)
+
+
+class RuleAgainAtOnce(RuleAgain):
+    name = "the model's recurrent rule over the kept tokens, all layers in one call"
+
+    def set_states(self, linear, calls, num):
+        states = self.run(torch.cat([call.state for call in calls]), calls, num)
+        for layer, state in zip(linear, states[:, None], strict=True):
+            layer.recurrent_states[0] = state
+
+
+class ChunkedAgain(RuleAgain):
+    name = "the model's chunked rule over the kept tokens, layer by layer"
+    rule = CHUNK_RULE
+
+
+class ChunkedAgainAtOnce(RuleAgainAtOnce):
+    name = "the model's chunked rule over the kept tokens, all layers in one call"
+    rule = CHUNK_RULE
 
 
 class StatesKept(Way):
@@ -185,8 +211,8 @@ class ReplayLinear(Snapshot):
                 module(**{**kwargs, "hidden_states": kwargs["hidden_states"][:, :num]})
 
 
-WAYS: list[Callable[..., Way]] = [NoRollback, TransformersCrop, Way, LayerByLayer, Chunked, StatesKept, ReplayLinear,
-                                  ReplayAll]
+WAYS: list[Callable[..., Way]] = [NoRollback, TransformersCrop, Way, LayerByLayer, RuleAgainAtOnce, RuleAgain,
+                                  ChunkedAgainAtOnce, ChunkedAgain, StatesKept, ReplayLinear, ReplayAll]
 
 
 def make_target(size: str) -> SimpleNamespace:
@@ -204,6 +230,7 @@ def measure(size: str, block_size: int, num_context: int, num_repeats: int) -> N
                 for layer in target.layers if hasattr(layer, "linear_attn"))
     ids = torch.randint(0, target.config.vocab_size, (1, num_context + block_size))
     base = TargetCache(target)
+    base.rule_is_known = True  # looked at once a text, not once a step
     Way(target, base).forward(ids[:, :num_context])
     block = ids[:, num_context:]
     truth, one_by_one = {}, copy.deepcopy(base)

@@ -9,9 +9,9 @@ What a layer keeps, and what forgetting the newest r of n verified tokens means 
 - linear attention (LinearAttentionLayer), convolution state: the inputs of the last kernel tokens; treated the same.
 - linear attention, recurrent state: one matrix a head that sums up all tokens, so nothing can be cut off, and
   Transformers' `crop` leaves it as it is. A verify step keeps the matrix from before the block, and of each token its
-  key, value, gate and beta; the rollback runs the model's own gated delta rule from there over the n - r tokens that
-  stay, all layers in one call. No other part of the target is computed again. (BENCHMARKS.md: measured against
-  replaying the accepted tokens and against keeping the matrix of every token.)
+  key, value, gate and beta; the rollback computes from these what the matrix was behind the n - r tokens that stay,
+  for all layers at once. No part of the target is run again. (BENCHMARKS.md: measured against replaying the accepted
+  tokens, running the model's own rule over them, and keeping the matrix of every token.)
 """
 
 import inspect
@@ -28,7 +28,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from dflash_lib.target.loading import Target
 
-CHUNK_RULE, RECURRENT_RULE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+CHUNK_RULE = "torch_chunk_gated_delta_rule"
+STATE_TOLERANCE = 0.02  # relative; kernels may multiply in tf32
 
 
 class DecodingError(ValueError):
@@ -49,8 +50,9 @@ def cache_argument(model) -> str:
 class RuleCall:
     """What one linear-attention layer handed to its gated delta rule for a block of n tokens.
 
-    inputs: query, key, value [1, n, heads, width], g, beta [1, n, heads]; state: [1, heads, key width, value width],
-    from before the block (a copy: Transformers writes the new state over it).
+    inputs: key [1, n, key heads, key width], value [1, n, heads, value width], g, beta [1, n, heads]; state: [1, heads,
+    key width, value width], from before the block (a copy: Transformers writes the new state over it); normalise: keys
+    are to be brought to length 1.
     """
 
     inputs: dict[str, Tensor]
@@ -73,6 +75,7 @@ class TargetCache:
         self.module_name = type(target.layers[0]).__module__  # not the module itself: a cache can be deep-copied
         self.calls: list[RuleCall] | None = None  # of the newest recorded forward; None = nothing was recorded
         self.num_before = 0  # tokens in the cache before that forward
+        self.rule_is_known = False
         if rollback:
             _check_layers(self.kept, target, self.modelling)
 
@@ -119,27 +122,51 @@ class TargetCache:
             raise DecodingError(f"{len(recurrent)} linear-attention layers keep a recurrent state, but "
                                 f"{self.module_name}.{CHUNK_RULE} was called {len(calls)} times in a verify step, "
                                 "so their states cannot be taken back (another kernel in its place?)")
+        if calls and not self.rule_is_known:
+            _check_rule(calls, recurrent, self.module_name)
+            self.rule_is_known = True
         self._record_past(True)  # `crop` asks for it, for 0 tokens, too
         self.kept.crop(-num_tokens)
         self._record_past(False)
         if num_tokens and calls:
-            states = _states_after(calls, self.modelling, block - num_tokens)
-            for layer, state in zip(recurrent, states, strict=True):
+            for layer, state in zip(recurrent, states_behind(calls, block - num_tokens), strict=True):
                 layer.recurrent_states[0] = state
 
 
-def _states_after(calls: list[RuleCall], modelling: ModuleType, num_tokens: int) -> Tensor:
-    """[layers, 1, heads, key width, value width]: recurrent states behind a block's first tokens.
+def states_behind(calls: list[RuleCall], num_tokens: int) -> Tensor:
+    """[layers, 1, heads, key width, value width] float32: recurrent states behind the first tokens of a block.
 
-    The layers stand in the place of the batch, so that one call serves all of them. The rule is the one that plain
-    decoding uses, token by token.
+    The gated delta rule turns a state S into exp(g_i) S + k_i w_i^T at token i, where w_i = beta_i (v_i - what the
+    faded S holds for k_i) depends on the tokens before i, but on none behind. With G the running sum of g, the written
+    w solve the triangular system w_i + beta_i sum_(j<i) exp(G_i - G_j) (k_i k_j) w_j = beta_i (v_i - exp(G_i) S k_i),
+    and S behind n tokens is exp(G_n) S + sum_i exp(G_n - G_i) k_i w_i^T: the state is read once and written once.
+    Layers (in the place of the batch) and heads go together.
     """
-    state = torch.cat([call.state for call in calls])
+    state = torch.cat([call.state for call in calls]).float()
     if num_tokens:
-        inputs = {name: torch.cat([call.inputs[name][:, :num_tokens] for call in calls]) for name in calls[0].inputs}
-        _, state = getattr(modelling, RECURRENT_RULE)(**inputs, initial_state=state, output_final_state=True,
-                                                      use_qk_l2norm_in_kernel=calls[0].normalise)
+        key, value, g, beta = (torch.cat([call.inputs[name][:, :num_tokens] for call in calls]).transpose(1, 2).float()
+                               for name in ("key", "value", "g", "beta"))
+        if calls[0].normalise:
+            key = key * torch.rsqrt(key.square().sum(dim=-1, keepdim=True) + 1e-6)
+        key = key.repeat_interleave(value.shape[1] // key.shape[1], dim=1)  # a key head serves several value heads
+        fade = g.cumsum(dim=-1)
+        between = (fade[..., :, None] - fade[..., None, :]).tril().exp()
+        system = beta[..., None] * between * (key @ key.transpose(-1, -2))
+        wanted = beta[..., None] * (value - fade.exp()[..., None] * (key @ state))
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        faded_key = key * between[..., -1, :, None]
+        state.mul_(fade[..., -1:, None].exp()).add_(faded_key.transpose(-1, -2) @ written)
     return state[:, None]
+
+
+def _check_rule(calls: list[RuleCall], layers: list[LinearAttentionLayer], module_name: str) -> None:
+    """Raises DecodingError unless `states_behind` gives the states that the model has just computed itself."""
+    num_tokens = calls[0].inputs["key"].shape[1]
+    for layer, state in zip(layers, states_behind(calls, num_tokens), strict=True):
+        own = layer.recurrent_states[0]
+        if not (state - own).norm() <= STATE_TOLERANCE * own.norm():
+            raise DecodingError(f"{module_name}.{CHUNK_RULE} makes other states than the gated delta rule "
+                                "would (another kernel in its place?), so linear-attention layers cannot be rolled back")
 
 
 @contextmanager
@@ -152,9 +179,10 @@ def _recorded_rule(modelling: ModuleType, calls: list[RuleCall]) -> Iterator[Non
     rule: Callable = getattr(modelling, CHUNK_RULE)
 
     def noting(query, key, value, g, beta, *, initial_state, use_qk_l2norm_in_kernel=False, **more):
-        inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+        inputs = {"key": key, "value": value, "g": g, "beta": beta}
         calls.append(RuleCall(inputs, initial_state.clone(), use_qk_l2norm_in_kernel))
-        return rule(**inputs, initial_state=initial_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more)
+        return rule(query, **inputs, initial_state=initial_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                    **more)
 
     setattr(modelling, CHUNK_RULE, noting)
     try:
@@ -167,12 +195,10 @@ def _check_layers(cache: DynamicCache, target: Target, modelling: ModuleType) ->
     """Raises DecodingError for layers that `forget` would leave wrong."""
     kinds = getattr(target.config, "layer_types", None) or ["?"] * len(cache.layers)
     croppable = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-    has_rule = hasattr(modelling, CHUNK_RULE) and hasattr(modelling, RECURRENT_RULE)
     for kind, layer in zip(kinds, cache.layers, strict=True):
         start = f"{target.path.name}: drafts cannot be verified with this target, since its layers of type {kind}"
         if type(layer) not in croppable:
             raise DecodingError(f"{start} keep something ({type(layer).__name__}) that cannot be rolled back")
-        if type(layer) is LinearAttentionLayer and not has_rule:
+        if type(layer) is LinearAttentionLayer and not hasattr(modelling, CHUNK_RULE):
             raise DecodingError(f"{start} keep a state ({type(layer).__name__}) that cannot be rolled back: "
-                                f"{modelling.__name__} has no {CHUNK_RULE} and {RECURRENT_RULE}, as the Gated DeltaNet "
-                                "layers have that can be")
+                                f"{modelling.__name__} has no {CHUNK_RULE}, and only Gated DeltaNet's can be")

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
 from dflash_lib.decoding.agreement import first_divergence
-from dflash_lib.decoding.cache import CHUNK_RULE, RECURRENT_RULE, DecodingError, TargetCache
+from dflash_lib.decoding.cache import CHUNK_RULE, DecodingError, RuleCall, TargetCache, states_behind
 from dflash_lib.decoding.speculative import greedy_generate, measure_verify_seconds, speculative_generate
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.loading import load_target
@@ -284,7 +284,7 @@ def test_linear_layers_with_another_rule_are_refused(targets, monkeypatch):
     modelling = TargetCache(target).modelling
     rule = getattr(modelling, CHUNK_RULE)
     plain = greedy_generate(target, PROMPT, 3).token_ids
-    monkeypatch.delattr(modelling, RECURRENT_RULE)
+    monkeypatch.delattr(modelling, CHUNK_RULE)
     with pytest.raises(DecodingError, match="type linear_attention .*modeling_qwen3_5 has no"):
         decode(target, plain, lambda n: 1)
     monkeypatch.undo()
@@ -300,6 +300,47 @@ def test_linear_layers_with_another_rule_are_refused(targets, monkeypatch):
         cache.linear[0].recurrent_states[0] = cache.linear[1].recurrent_states[0]
         cache.forget(1)
     assert getattr(modelling, CHUNK_RULE) is rule
+
+
+@pytest.mark.parametrize("fault", [lambda state: state.transpose(-1, -2), lambda state: 1.1 * state,
+                                   lambda state: state * float("nan")])
+def test_a_kernel_with_states_of_its_own_is_refused(targets, monkeypatch, fault):
+    target = targets("qwen3_5_text")
+    cache = TargetCache(target)
+    run(target, cache, PROMPT)
+    rule = getattr(cache.modelling, CHUNK_RULE)
+
+    def other(*inputs, **more):
+        output, state = rule(*inputs, **more)
+        return output, fault(state)
+    monkeypatch.setattr(cache.modelling, CHUNK_RULE, other)
+    with cache.recording():
+        run(target, cache, PROMPT)
+    with pytest.raises(DecodingError, match="makes other states than the gated delta rule"):
+        cache.forget(3)
+
+
+@pytest.mark.parametrize("decay", [0.01, 3.0, 60.0])  # the last one would overflow if gates were divided by
+@pytest.mark.parametrize("normalise", [True, False])
+def test_states_behind_each_token(targets, decay, normalise):
+    """Against the model's own rule, token by token."""
+    rule = TargetCache(targets("qwen3_5_text")).modelling.torch_recurrent_gated_delta_rule
+    torch.manual_seed(0)
+    calls = []
+    for _ in range(3):
+        inputs = {"key": torch.randn(1, 6, 2, 8) / 3, "value": torch.randn(1, 6, 4, 5), "beta": torch.rand(1, 6, 4),
+                  "g": -decay * torch.rand(1, 6, 4)}
+        calls.append(RuleCall(inputs, torch.randn(1, 4, 8, 5), normalise))
+    for num_tokens in range(7):
+        found = states_behind(calls, num_tokens)
+        for call, state in zip(calls, found, strict=True):
+            expected = call.state
+            for i in range(num_tokens):
+                one = {name: x[:, i:i + 1] for name, x in call.inputs.items()}
+                _, expected = rule(one["key"].repeat_interleave(2, dim=2), one["key"].repeat_interleave(2, dim=2),
+                                   one["value"], one["g"], one["beta"], initial_state=expected,
+                                   output_final_state=True, use_qk_l2norm_in_kernel=normalise)
+            torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_order_of_calls(targets):
