@@ -155,7 +155,8 @@ def states_behind(calls: list[RuleCall], num_tokens: int) -> Tensor:
         wanted = beta[..., None] * (value - fade.exp()[..., None] * (key @ state))
         written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         faded_key = key * between[..., -1, :, None]
-        state.mul_(fade[..., -1:, None].exp()).add_(faded_key.transpose(-1, -2) @ written)
+        state.mul_(fade[..., -1:, None].exp())
+        state.flatten(0, 1).baddbmm_(faded_key.flatten(0, 1).transpose(-1, -2), written.flatten(0, 1))  # in place
     return state[:, None]
 
 
@@ -166,7 +167,7 @@ def _check_rule(calls: list[RuleCall], layers: list[LinearAttentionLayer], modul
         own = layer.recurrent_states[0]
         if not (state - own).norm() <= STATE_TOLERANCE * own.norm():
             raise DecodingError(f"{module_name}.{CHUNK_RULE} makes other states than the gated delta rule "
-                                "would (another kernel in its place?), so linear-attention layers cannot be rolled back")
+                                "would (another kernel in its place?), so its layers cannot be rolled back")
 
 
 @contextmanager
