@@ -11,7 +11,12 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from dflash_lib.conversations.formats import ConversationError, read_conversations
 from dflash_lib.conversations.templates import ChatTemplate, encode_conversation
@@ -20,7 +25,8 @@ from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.memory import free_memory
 
-PARTS = ("embedding", "attention", "linear attention", "MLP", "norms", "head")
+PARTS = ("embedding", "attention", "linear attention", "MLP", "experts", "norms", "head")
+NOT_LOADED = ("vision", "multi-token prediction")
 STORED_BYTES = 2  # a bfloat16 value
 # Plain bf16 divided by this: measured on real states (shuffle and Zstd level 1, lossless).
 ENCODING_GAIN = {"bf16": 1.0, "bf16+zstd": 1.4}
@@ -28,13 +34,19 @@ ENCODING_GAIN = {"bf16": 1.0, "bf16+zstd": 1.4}
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSize:
-    """Sizes of a target's text tower: parameters by part (each counted once, a tied head with the embedding)."""
+    """Sizes of a target's text tower: parameters by part (each counted once, a tied head with the embedding).
+
+    num_active: parameters that one token passes through: all, but of the experts only those that it is routed to.
+    not_loaded: parameters by part of the whole model that the workbench does not load (vision, multi-token prediction).
+    """
 
     model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     parameters: dict[str, int]
+    num_active: int
+    not_loaded: dict[str, int]
 
     @property
     def num_parameters(self) -> int:
@@ -65,10 +77,11 @@ class Resources:
 def target_size(model: Path | str) -> TargetSize:
     """Sizes of the target whose config.json lies in the folder `model`; nothing else is needed there.
 
-    A vision tower and multi-token-prediction layers are not counted: the workbench does not load them. Raises
-    TargetError for a missing or unreadable configuration, or one that is not of a causal language model.
+    A vision tower and multi-token-prediction layers are counted apart. Raises TargetError for a missing or unreadable
+    configuration, or one that is not of a causal language model.
     """
-    config = text_tower(read_config(model), model)
+    whole = read_config(model)
+    config = text_tower(whole, model)
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
@@ -77,8 +90,37 @@ def target_size(model: Path | str) -> TargetSize:
     parameters = dict.fromkeys(PARTS, 0)
     for name, parameter in network.named_parameters():  # a tied head comes once, as the embedding
         parameters[_part(name, network)] += parameter.numel()
+    idle = 0
+    if parameters["experts"]:
+        num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+        idle = parameters["experts"] * (num_experts - config.num_experts_per_tok) // num_experts
+    not_loaded = {"vision": _vision_parameters(whole, config), "multi-token prediction": _mtp_parameters(config, network)}
     return TargetSize(model_type=config.model_type, num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
-                      vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v})
+                      vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v},
+                      num_active=sum(parameters.values()) - idle,
+                      not_loaded={k: v for k, v in not_loaded.items() if v})
+
+
+def _vision_parameters(whole: PreTrainedConfig, text: PreTrainedConfig) -> int:
+    """Parameters of a wrapper beside its language model: what the two differ by."""
+    if whole.get_text_config() is whole or type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return 0
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(whole)
+        language = AutoModelForCausalLM.from_config(text)
+    return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in language.parameters())
+
+
+def _mtp_parameters(config: PreTrainedConfig, network: nn.Module) -> int:
+    """Parameters of Qwen3.5's multi-token-prediction layers, which Transformers has no modules for: decoder layers with
+    full attention, a projection of embedding and state, and three norms."""
+    num_layers = getattr(config, "mtp_num_hidden_layers", None) or 0
+    if not num_layers:
+        return 0
+    full = [layer for layer in network.get_decoder().layers if hasattr(layer, "self_attn")][-1]
+    own = config.vocab_size * config.hidden_size if getattr(config, "mtp_use_dedicated_embeddings", False) else 0
+    return num_layers * sum(p.numel() for p in full.parameters()) + 2 * config.hidden_size**2 + (
+        3 * config.hidden_size) + own
 
 
 def _part(name: str, network: nn.Module) -> str:
@@ -87,7 +129,8 @@ def _part(name: str, network: nn.Module) -> str:
         return "embedding"
     if name.startswith("lm_head"):
         return "head"
-    for module, part in ((".self_attn.", "attention"), (".linear_attn.", "linear attention"), (".mlp.", "MLP")):
+    for module, part in ((".self_attn.", "attention"), (".linear_attn.", "linear attention"),
+                         (".mlp.experts.", "experts"), (".mlp.", "MLP")):
         if module in name:
             return part
     if "norm" in name:
@@ -175,6 +218,33 @@ def resources(store: Path | str, device: str = "cpu") -> Resources:
         raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
     return Resources(memory_free=free_memory(device), disk_free=disk.free, disk_stored=stored,
                      num_cpus=psutil.cpu_count() or 1, gpus=gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingState:
+    """Bytes that a target keeps of one sequence while decoding: keys and values (growing with its length, up to the
+    window in sliding layers), and recurrent and convolution states of linear attention (of one size)."""
+
+    kv_cache: int
+    recurrent: int
+
+
+def decoding_state(model: Path | str, num_tokens: int, dtype: torch.dtype | str = "bfloat16") -> DecodingState:
+    """What one sequence of `num_tokens` tokens keeps. Recurrent states are float32 in Transformers' fallback."""
+    config, itemsize = text_tower(read_config(model), model), _dtype(dtype).itemsize
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kv_cache = recurrent = 0
+    for kind in kinds:
+        if kind == "linear_attention":
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            values = config.linear_num_value_heads * config.linear_value_head_dim
+            recurrent += config.linear_key_head_dim * values * 4
+            recurrent += (2 * keys + values) * config.linear_conv_kernel_dim * itemsize
+        else:  # a sliding cache keeps the window less the token that comes next
+            kept = min(num_tokens, config.sliding_window - 1) if kind == "sliding_attention" else num_tokens
+            kv_cache += 2 * config.num_key_value_heads * head_dim * kept * itemsize
+    return DecodingState(kv_cache=kv_cache, recurrent=recurrent)
 
 
 def disk_table(hidden_size: int, num_aux_layers: int, encoding: str, jobs: Sequence[tuple[str, int]]):

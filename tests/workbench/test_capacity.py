@@ -1,12 +1,19 @@
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from dflash_lib.conversations.formats import ConversationError
 from dflash_lib.conversations.templates import encode_conversation
+from dflash_lib.decoding.cache import cache_argument
 from dflash_lib.target import memory
+from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.loading import TargetError
-from dflash_lib.workbench.capacity import bytes_per_token, data_size, on_disk, resources, target_size
+from dflash_lib.target.configuration import read_config, text_tower
+from dflash_lib.target.loading import load_target
+from dflash_lib.workbench.capacity import bytes_per_token, data_size, decoding_state, on_disk, resources, target_size
 from tests.conftest import DATA
+from tests.families import FAMILIES, make_family
+from tests.miniature import make_miniature
 
 
 def test_the_27b_from_its_configuration_alone():
@@ -36,6 +43,60 @@ def test_counts_equal_the_loaded_target(fixture, request):
     attention = sum(p.numel() for layer in target.layers for name, p in layer.named_parameters()
                     if name.startswith("self_attn"))
     assert size.parameters["attention"] == attention
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_counts(family, tmp_path):
+    """Text tower, to the byte: as instantiated on the meta device, as loaded, and as the files hold it; whatever else
+    the files hold is counted as not loaded."""
+    make_family(tmp_path, family)
+    size = target_size(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text_tower(read_config(tmp_path), tmp_path))
+    assert size.num_parameters == sum(p.numel() for p in model.parameters())
+    assert size.num_parameters == on_disk(tmp_path).num_parameters
+    stored = sum(t.num_values for t in Checkpoint.read(tmp_path).tensors.values())
+    assert size.num_parameters + sum(size.not_loaded.values()) == stored
+    assert set(size.not_loaded) == ({"vision"} if family in ("qwen3_5", "qwen3_5_moe", "gemma3") else set())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss"])
+def test_active_parameters_of_experts(family, tmp_path):
+    """2 of 4 experts work on a token; routers and shared experts always do."""
+    size = target_size(make_family(tmp_path, family))
+    experts = sum(p.numel() for layer in load_target(tmp_path, audit="quick").layers
+                  for p in layer.mlp.experts.parameters())
+    assert size.parameters["experts"] == experts > 0
+    assert size.num_parameters - size.num_active == experts // 2
+
+
+def test_towers_that_are_not_loaded(tmp_path):
+    """The miniature has both, under the real checkpoint's names; the real configuration has the published sizes."""
+    size = target_size(make_miniature(tmp_path))
+    stored = Checkpoint.read(tmp_path).tensors
+    assert size.not_loaded == {
+        "vision": sum(t.num_values for name, t in stored.items() if "visual" in name),
+        "multi-token prediction": sum(t.num_values for name, t in stored.items() if name.startswith("mtp."))}
+    real = target_size(DATA / "qwen3.6-27b")
+    layer = 5120 * (12_288 + 2 * 1024) + 6144 * 5120 + 2 * 256 + 3 * 5120 * 17_408 + 2 * 5120
+    assert real.not_loaded["multi-token prediction"] == layer + 2 * 5120**2 + 3 * 5120
+    assert real.not_loaded["vision"] > 400e6 and real.num_active == real.num_parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_decoding_keeps(family, tmp_path):
+    """Against the tensors of the very cache that Transformers fills, on rows longer than the sliding window."""
+    target = load_target(make_family(tmp_path, family), audit="quick")
+    cache = DynamicCache(config=target.config)
+    for num_tokens in (70, 1):  # a prompt, then a token
+        with torch.no_grad():
+            target.model(torch.full((1, num_tokens), 5), **{cache_argument(target.model): cache})
+    tensors = [tensor for layer in cache.layers for value in vars(layer).values()
+               for tensor in (value.values() if isinstance(value, dict) else [value])
+               if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
+    state = decoding_state(tmp_path, 71, "float32")
+    assert state.kv_cache + state.recurrent == sum(tensor.nbytes for tensor in tensors)
+    assert (state.recurrent > 0) == ("linear_attention" in (getattr(target.config, "layer_types", None) or []))
 
 
 def test_no_weights_are_read(tiny_llama_folder, tmp_path):
