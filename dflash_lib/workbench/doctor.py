@@ -176,15 +176,14 @@ def flex_line() -> Line:
         function(query, query, query).sum().backward()
     except Exception as error:  # noqa: BLE001  whatever it is, training with it would meet it, too
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Line(GREEN if device == "cpu" else AMBER, "FlexAttention", f"does not train on {device}: {reason[:90]}",
-                    "nothing to do: the workbench's drafter computes its blocks without it")
+        return Line(GREEN if device == "cpu" else AMBER, "FlexAttention", f"does not train on {device} ({reason[:60]})",
+                    "nothing to do: the drafter computes its blocks without it")
     return Line(GREEN, "FlexAttention", f"trains on {device}")
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """MB/s of one writer (fsync included) and one reader, and bytes free; cached: whether reading may have come from
-    memory."""
+    """MB/s of one writer (fsync included) and one reader, and bytes free."""
 
     write_mb_s: float
     read_mb_s: float

@@ -38,6 +38,7 @@ from dflash_lib.workbench.runs import (
     input_path,
     load_record,
     notebook_paths,
+    runs_folder,
     write_params,
 )
 
@@ -47,7 +48,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """run_id: None = the parameter file's name, so that a second call continues the first's run. start: first notebook
-    to look at; only: the one notebook to look at; force: execute even what is current."""
+    to look at; only: the one notebook to look at; force: execute even what is current; runs_dir: None = the job's
+    parameter `runs_dir`, or runs/."""
 
     params_file: Path
     run_id: str | None = None
@@ -55,7 +57,7 @@ class PipelineOptions:
     only: str | None = None
     force: bool = False
     notebooks_dir: Path = REPOSITORY / "notebooks"
-    runs_dir: Path = REPOSITORY / "runs"
+    runs_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
         if params.get(name) and not input_path(name, params[name]).exists():
             raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
-    result = PipelineResult(options.runs_dir / (options.run_id or Path(options.params_file).stem))
+    result = PipelineResult((options.runs_dir or runs_folder(params)) / (options.run_id or Path(options.params_file).stem))
     result.folder.mkdir(parents=True, exist_ok=True)
     with run_lock(result.folder), _sigterm_interrupts():
         write_params(result.folder, params)

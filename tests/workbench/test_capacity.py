@@ -7,9 +7,8 @@ from dflash_lib.conversations.templates import encode_conversation
 from dflash_lib.decoding.cache import cache_argument
 from dflash_lib.target import memory
 from dflash_lib.target.checkpoint import Checkpoint
-from dflash_lib.target.loading import TargetError
 from dflash_lib.target.configuration import read_config, text_tower
-from dflash_lib.target.loading import load_target
+from dflash_lib.target.loading import TargetError, load_target
 from dflash_lib.workbench.capacity import bytes_per_token, data_size, decoding_state, on_disk, resources, target_size
 from tests.conftest import DATA
 from tests.families import FAMILIES, make_family
