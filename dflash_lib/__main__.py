@@ -41,13 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(function=_run)
 
     doctor = commands.add_parser("doctor", help="look at this machine: a green, amber or red line each")
-    doctor.add_argument("model", nargs="?", help="folder of a target, to see whether it fits (only config.json is read)")
+    doctor.add_argument("model", nargs="?", help="folder of a target: does it fit? (only config.json is read)")
     doctor.add_argument("--data", type=Path, default=REPOSITORY, help="where hidden states will go (default: here)")
     doctor.add_argument("--dtype", default="bfloat16", help="of the target (default: %(default)s)")
     doctor.add_argument("--device", help="of the target (default: cuda where there is one, else cpu)")
     doctor.set_defaults(function=_doctor)
 
-    trial = commands.add_parser("trial", help="five samples of a job through extraction on one device, with a diagnosis")
+    trial = commands.add_parser("trial", help="five samples of a job on one device, and a diagnosis")
     trial.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
     trial.add_argument("--runs-dir", type=Path, help="default: the job's runs_dir, or runs/")
     trial.set_defaults(function=_trial)

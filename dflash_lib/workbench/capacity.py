@@ -94,7 +94,8 @@ def target_size(model: Path | str) -> TargetSize:
     if parameters["experts"]:
         num_experts = getattr(config, "num_experts", None) or config.num_local_experts
         idle = parameters["experts"] * (num_experts - config.num_experts_per_tok) // num_experts
-    not_loaded = {"vision": _vision_parameters(whole, config), "multi-token prediction": _mtp_parameters(config, network)}
+    others = (_vision_parameters(whole, config), _mtp_parameters(config, network))
+    not_loaded = dict(zip(NOT_LOADED, others, strict=True))
     return TargetSize(model_type=config.model_type, num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
                       vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v},
                       num_active=sum(parameters.values()) - idle,

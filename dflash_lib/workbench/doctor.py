@@ -1,4 +1,4 @@
-"""Is this machine ready? One line a question, green, amber (works, but look) or red (will not work), with what to do."""
+"""Is this machine ready? One line a question, green, amber (works, but look) or red (will not), with what to do."""
 
 import csv
 import fcntl
@@ -91,7 +91,7 @@ def version_lines() -> list[Line]:
     python, needed = requirements()
     wrong, versions = [], []
     if not SpecifierSet(python).contains(platform.python_version()):
-        wrong.append(Line(RED, "Python", f"{platform.python_version()}, needed {python}", "make an environment with it"))
+        wrong.append(Line(RED, "Python", f"{platform.python_version()}, needed {python}", "use an environment with it"))
     for text in needed:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -216,12 +216,14 @@ def disk_line(folder: Path) -> Line:
         speed = disk_speed(folder)
     except OSError as error:
         return Line(RED, "data folder", f"{folder}: cannot be written ({error.strerror})", "choose another store_dir")
-    found = f"{folder}: writes {speed.write_mb_s:,.0f} MB/s, reads {speed.read_mb_s:,.0f}, {human_bytes(speed.free)} free"
+    found = (f"{folder}: writes {speed.write_mb_s:,.0f} MB/s, reads {speed.read_mb_s:,.0f}, "
+             f"{human_bytes(speed.free)} free")
     if speed.free < 5e9:
-        return Line(AMBER, "data folder", found, "free space: the demo's states take half a gigabyte, a real job's terabytes")
+        return Line(AMBER, "data folder", found, "free space: the demo's states take half a gigabyte, a real "
+                    "job's terabytes")
     if min(speed.write_mb_s, speed.read_mb_s) < 100:
-        return Line(AMBER, "data folder", found, "slow: look at 01_capacity's GPU plan before extracting much; prefer a "
-                    "local NVMe disk")
+        return Line(AMBER, "data folder", found, "slow: look at 01_capacity's GPU plan before extracting much; "
+                    "prefer a local NVMe disk")
     return Line(GREEN, "data folder", found)
 
 
@@ -249,7 +251,7 @@ def lock_lines(folder: Path) -> list[Line]:
                 assert file["x"][0] == 1
         except OSError as error:
             lines.append(Line(AMBER, "HDF5 locks", str(error).splitlines()[0],
-                              "export HDF5_USE_FILE_LOCKING=FALSE (NFS, ZFS): shards have one writer each, so it is safe"))
+                              "export HDF5_USE_FILE_LOCKING=FALSE (NFS, ZFS): safe, since a shard has one writer"))
     return lines
 
 

@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What a group of GPUs does from `start` to `end` (hours): "load", "extract" or "train"; busy: share of the time."""
+    """What a group of GPUs does from `start` to `end` (hours): "load", "extract", "train"; busy: share of the time."""
 
     work: str
     num_gpus: int
@@ -155,7 +155,8 @@ def simulate(strategy: Strategy, work: Work, rates: Rates) -> Outcome:
     if epochs_left:
         now = _phase(phases, said, now, load, work.num_tokens * epochs_left, strategy.num_gpus,
                      {"train": (strategy.num_gpus, strategy.num_gpus * rates.train_tokens_s), "reading": (0, read)})
-    return Outcome(strategy=strategy, hours=now, phases=tuple(phases), starves="; ".join(dict.fromkeys(said)) or "nothing",
+    return Outcome(strategy=strategy, hours=now, phases=tuple(phases),
+                   starves="; ".join(dict.fromkeys(said)) or "nothing",
                    disk_bytes=0.0 if strategy.kind == "stream" else work.store_bytes)
 
 

@@ -78,8 +78,10 @@ def _bytes(num: float) -> str:
 
 
 def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str | None = None) -> JobPlan:
-    """The plan of a job. Raises ValueError and FileNotFoundError for a parameter file that cannot be used, and
-    TargetError when no config.json of the target can be read without a download."""
+    """The plan of a job. Raises ValueError and FileNotFoundError for a parameter file that cannot be used (a mask
+    token that is no row of the embedding, say), and TargetError when no config.json of the target can be read without
+    a download.
+    """
     params = resolve_parameters(read_parameters_file(params_file), all_declarations(notebook_paths()), str(params_file))
     folder = (runs_dir or runs_folder(params)) / (run_id or Path(params_file).stem)
     plan = JobPlan(params_file=str(params_file), folder=folder)
@@ -91,7 +93,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     num_tokens = round(num_samples * mean_length)
     each = bytes_per_token(size.hidden_size, len(layer_ids), encoding=params["encoding"])
     rates = job_rates(params, folder)
-    capture, training = job_memory(config_folder, layer_ids, params, round(mean_length))
+    capture, training = job_memory(config_folder, layer_ids, params)
     store = REPOSITORY / Path(params["store_dir"]).expanduser() if params["store_dir"] else folder / "states"
     device, workers, load = params["device"], params["num_workers"], rates.load_s / 3600
     write, read = (rate * 1e6 / each for rate in (rates.disk_write_mb_s, rates.disk_read_mb_s))
@@ -105,14 +107,15 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
         f"rates ({rates.source}): {rates.extract_tokens_s:,.0f} tokens/s extracted and {rates.train_tokens_s:,.0f} "
         f"trained a process, disk {rates.disk_write_mb_s:,.0f} MB/s"]
     one = f"1 on {device}"
+    extracting = num_tokens / min(workers * rates.extract_tokens_s, write) / 3600  # then all is read, to verify it
     decoded = params["eval_prompts"] * params["eval_max_new_tokens"] * DECODINGS
     plan.stages = [
         StagePlan(notebook="01_capacity", resources="1 on cpu", hours=0.01),
         StagePlan(notebook="02_layout", resources=one, memory=capture.total, reads=weights, hours=2 * load),
         StagePlan(notebook="03_normalization", resources=one, memory=capture.total, reads=weights, hours=2 * load),
-        StagePlan(notebook="04_extract", resources=f"{workers} on {device}", memory=capture.total, reads=weights * workers,
-                  writes=num_tokens * each, hours=load + num_tokens / min(workers * rates.extract_tokens_s, write) / 3600
-                  + num_tokens / read / 3600),
+        StagePlan(notebook="04_extract", resources=f"{workers} on {device}", memory=capture.total,
+                  reads=weights * workers, writes=num_tokens * each,
+                  hours=load + extracting + num_tokens / read / 3600),
         StagePlan(notebook="05_statistics", resources="1 on cpu", hours=0.05,
                   reads=min(num_samples, params["num_statistics_samples"]) * mean_length * each),
         StagePlan(notebook="06_train", resources=f"{TRAINING_PROCESSES} on {device}", memory=training.total,
@@ -120,8 +123,9 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
                   hours=load + trained / min(TRAINING_PROCESSES * rates.train_tokens_s, read) / 3600),
         StagePlan(notebook="07_evaluate", resources=one, memory=capture.static, reads=weights,
                   hours=load + decoded / params["decode_tokens_s"] / 3600)]
-    plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_devices(params), *_too_little_memory(plan, params),
-                       *_disks(store, folder, num_tokens * each), *_target_obstacles(config_folder, params, size.vocab_size),
+    plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_devices(params),
+                       *_too_little_memory(plan, params), *_disks(store, folder, num_tokens * each),
+                       *_target_obstacles(config_folder, params),
                        *(f"{line.found}: {line.to_do}" for line in version_lines() if line.level == RED)]
     return plan
 
@@ -134,8 +138,8 @@ def find_config(params: dict[str, Any]) -> tuple[Path, Path | None]:
     if params["model_config"]:
         return REPOSITORY / Path(params["model_config"]).expanduser(), here
     if here is None:
-        raise TargetError(f"model: {params['model']} is not on this machine, and --plan downloads nothing. Give a folder "
-                          "with its config.json as model_config.")
+        raise TargetError(f"model: {params['model']} is not on this machine, and --plan downloads nothing. Give a "
+                          "folder with its config.json as model_config.")
     return here, here
 
 
@@ -166,13 +170,12 @@ def stated_rates(params: dict[str, Any], disk_mb_s: float) -> Rates:
                  disk_write_mb_s=disk_mb_s, disk_read_mb_s=disk_mb_s, load_s=params["load_s"])
 
 
-def job_memory(model: Path | str, layer_ids: Sequence[int], params: dict[str, Any],
-               mean_length: int) -> tuple[PeakMemory, PeakMemory]:
+def job_memory(model: Path | str, layer_ids: Sequence[int],
+               params: dict[str, Any]) -> tuple[PeakMemory, PeakMemory]:
     """Peak memory of one extracting process (a full batch of the longest rows) and of training (documents of
     max_length, the worst step)."""
-    num_tokens = min(params["max_length"], params["token_budget"])
-    capture = capture_memory(model, layer_ids, max(1, params["token_budget"] // num_tokens), params["max_length"],
-                             dtype=params["dtype"])
+    num_rows = max(1, params["token_budget"] // params["max_length"])
+    capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"])
     options = TrainOptions(
         block_size=params["block_size"], mask_token_id=params["mask_token_id"], num_layers=params["num_drafter_layers"],
         intermediate_size=params["drafter_intermediate_size"], draft_vocab_size=params["draft_vocab_size"],
@@ -203,7 +206,7 @@ def _missing_inputs(params: dict[str, Any], here: Path | None, weights: int) -> 
 
         free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
         if constants.HF_HUB_OFFLINE:
-            found.append(f"model: {params['model']} is not on this machine, and HF_HUB_OFFLINE=1 forbids to download it")
+            found.append(f"model: {params['model']} is not here, and HF_HUB_OFFLINE=1 forbids to download it")
         elif free < weights:
             found.append(f"model: {params['model']} has to be downloaded first ({human_bytes(weights)}), but "
                          f"{human_bytes(free)} are free in {constants.HF_HUB_CACHE}; set HF_HOME")
@@ -252,17 +255,14 @@ def _disks(store: Path, folder: Path, needed: float) -> list[str]:
     there = sum(file.stat().st_size for file in store.glob("shard-*.h5")) if store.is_dir() else 0
     free = shutil.disk_usage(_existing(store)).free + there
     if needed > free:
-        found.append(f"store_dir: the hidden states take {human_bytes(needed)}, {human_bytes(free)} are free for them at "
-                     f"{_existing(store)}; lower max_samples, or take another disk or encoding")
+        found.append(f"store_dir: the hidden states take {human_bytes(needed)}, {human_bytes(free)} are free for them "
+                     f"at {_existing(store)}; lower max_samples, or take another disk or encoding")
     return found
 
 
-def _target_obstacles(config_folder: Path, params: dict[str, Any], vocab_size: int) -> list[str]:
-    found = []
-    if not 0 <= params["mask_token_id"] < vocab_size:
-        found.append(f"mask_token_id: {params['mask_token_id']} is no row of the target's embedding of {vocab_size}")
+def _target_obstacles(config_folder: Path, params: dict[str, Any]) -> list[str]:
     try:
         new_cache(meta_target(config_folder, params["dtype"]))
     except DecodingError as error:
-        found.append(f"07_evaluate: {error}")
-    return found
+        return [f"07_evaluate: {error}"]
+    return []

@@ -131,10 +131,12 @@ def fla_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, b
     g = torch.empty_like(g, dtype=torch.float32)  # summed up within chunks
     scores = torch.empty(batch, tokens, heads, FLA_CHUNK, dtype=torch.float32, device=META)
     solved = torch.empty_like(scores, dtype=key.dtype)
-    w, u = key.new_empty(wide), torch.empty_like(value)
+    kept = [key.new_empty(wide), torch.empty_like(value)]  # w and u
     del scores, solved
-    states, new_values = key.new_empty(batch, chunks, heads, key.shape[-1], value_dim), torch.empty_like(value)
-    return torch.empty_like(value), None
+    kept += [key.new_empty(batch, chunks, heads, key.shape[-1], value_dim), torch.empty_like(value)]
+    out = torch.empty_like(value)
+    del kept
+    return out, None
 
 
 def _fast_conv(hidden_states: Tensor, *_, **__) -> Tensor:

@@ -94,7 +94,8 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
         if params.get(name) and not input_path(name, params[name]).exists():
             raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
-    result = PipelineResult((options.runs_dir or runs_folder(params)) / (options.run_id or Path(options.params_file).stem))
+    runs = options.runs_dir or runs_folder(params)
+    result = PipelineResult(runs / (options.run_id or Path(options.params_file).stem))
     result.folder.mkdir(parents=True, exist_ok=True)
     with run_lock(result.folder), _sigterm_interrupts():
         write_params(result.folder, params)

@@ -24,7 +24,8 @@ from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_para
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
-INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")  # hashed by content, pipeline.py
+# hashed by content, pipeline.py
+INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
 BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages")
 OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
 

@@ -25,9 +25,9 @@ NUM_SAMPLES = 5
 MARK = "trial.json"
 # What stands in a failed job's words -> what to do. The first that is found counts.
 REMEDIES = {
-    "OutOfMemoryError": "lower token_budget (extraction) or give the device more memory; 01_capacity has the largest batch",
-    "out of memory": "lower token_budget (extraction) or give the device more memory; 01_capacity has the largest batch",
-    "left no traceback": "most often it was killed for memory: look at `dmesg`, lower token_budget, or use dtype: bfloat16",
+    "OutOfMemoryError": "lower token_budget: 01_capacity has the largest batch; or give the device more memory",
+    "out of memory": "lower token_budget: 01_capacity has the largest batch; or give the device more memory",
+    "left no traceback": "most often it was killed for memory: see `dmesg`, lower token_budget, or use dtype: bfloat16",
     "PyTorch cannot use it": "set device: cpu, or run `python -m dflash_lib doctor` for what is wrong with the GPU",
     "No space left on device": "free space, or set store_dir and runs_dir to another disk",
     "ModuleNotFoundError": "install what is missing: `python -m dflash_lib doctor` compares every version",
@@ -37,7 +37,7 @@ REMEDIES = {
 
 @dataclass
 class Trial:
-    """What was found, line by line; rate: tokens a second of extraction with one process (0 = it did not come there)."""
+    """What was found, line by line; rate: tokens a second of extraction with one process (0 = it did not get there)."""
 
     folder: Path
     lines: list[Line] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Trial:
 
 
 def run_trial(params_file: Path | str, runs_dir: Path | None = None, stream: TextIO | None = None) -> Trial:
-    """Runs the trial of a job. Raises ValueError and FileNotFoundError only for a parameter file that cannot be used."""
+    """Runs the trial of a job. Raises ValueError and FileNotFoundError for a parameter file that cannot be used."""
     stream = stream or sys.stdout
     params = resolve_parameters(read_parameters_file(params_file), all_declarations(notebook_paths()), str(params_file))
     trial = Trial((runs_dir or runs_folder(params)) / f"{Path(params_file).stem}-trial")
@@ -135,8 +135,8 @@ def _extract(params: dict[str, Any], trial: Trial, prepared: PreparedRows) -> st
                               1, params["dtype"], params["device"], show=False)
     trial.rate = report.tokens_per_second
     size = sum(path.stat().st_size for path in (trial.folder / "states").glob("shard-*.h5"))
-    return (f"{report.num_tokens:,} tokens with one process on {params['device']}: {trial.rate:,.0f} tokens/s, the first "
-            f"batch's slowness included; {report.seconds:.0f} s with loading; {human_bytes(size)}")
+    return (f"{report.num_tokens:,} tokens with one process on {params['device']}: {trial.rate:,.0f} tokens/s, the "
+            f"first batch's slowness included; {report.seconds:.0f} s with loading; {human_bytes(size)}")
 
 
 def _verify(trial: Trial, prepared: PreparedRows) -> str:

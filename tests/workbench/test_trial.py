@@ -70,8 +70,8 @@ def test_a_store_that_is_not_as_it_should_be(job, monkeypatch):
 
 
 def test_failures_of_a_worker_get_their_remedy(tmp_path):
-    for text, remedy in (("rank 0 failed:\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.", "lower token_budget"),
-                         ("ended with code -9 and left no traceback; was it killed?", "dmesg"),
+    for text, remedy in (("rank 0 failed:\n File x\ntorch.OutOfMemoryError: CUDA out of memory.", "lower token_budget"),
+                         ("ended with code -9 and left no traceback; killed?", "dmesg"),
                          ("rank 0 failed:\nModuleNotFoundError: No module named 'h5py'", "doctor"),
                          ("rank 0 failed:\nOSError: [Errno 28] No space left on device", "free space")):
         line = diagnose("extraction", LaunchError(text), tmp_path)
