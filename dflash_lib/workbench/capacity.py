@@ -20,6 +20,7 @@ from transformers import (
 
 from dflash_lib.conversations.formats import ConversationError, read_conversations
 from dflash_lib.conversations.templates import ChatTemplate, encode_conversation
+from dflash_lib.files import human_bytes
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
@@ -248,13 +249,13 @@ def decoding_state(model: Path | str, num_tokens: int, dtype: torch.dtype | str 
     return DecodingState(kv_cache=kv_cache, recurrent=recurrent)
 
 
-def disk_table(hidden_size: int, num_aux_layers: int, encoding: str, jobs: Sequence[tuple[str, int]]):
-    """Disk for the states of several jobs (name, tokens) as a pandas DataFrame of text: tokens and gigabytes."""
+def disk_table(hidden_size: int, num_aux_layers: int, jobs: Sequence[tuple[str, int]]):
+    """Disk for the states of several jobs (name, tokens) in every encoding, as a pandas DataFrame of text."""
     import pandas as pd
 
-    each = bytes_per_token(hidden_size, num_aux_layers, encoding=encoding)
-    return pd.DataFrame([[name, f"{tokens:,}", f"{tokens * each / 1e9:,.4g}"] for name, tokens in jobs],
-                        columns=["job", "tokens", "disk (GB)"]).set_index("job")
+    each = {name: bytes_per_token(hidden_size, num_aux_layers, encoding=name) for name in ENCODING_GAIN}
+    rows = [[name, f"{tokens:,}", *(human_bytes(tokens * size) for size in each.values())] for name, tokens in jobs]
+    return pd.DataFrame(rows, columns=["job", "tokens", *each]).set_index("job")
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -9,7 +9,15 @@ from dflash_lib.target import memory
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.loading import TargetError, load_target
-from dflash_lib.workbench.capacity import bytes_per_token, data_size, decoding_state, on_disk, resources, target_size
+from dflash_lib.workbench.capacity import (
+    bytes_per_token,
+    data_size,
+    decoding_state,
+    disk_table,
+    on_disk,
+    resources,
+    target_size,
+)
 from tests.conftest import DATA
 from tests.families import FAMILIES, make_family
 from tests.miniature import make_miniature
@@ -118,6 +126,13 @@ def test_bytes_per_token_by_encoding():
         bytes_per_token(576, 5, encoding="int4")
     with pytest.raises(ValueError, match="dtype 'float31'"):
         target_size(DATA / "qwen3.6-27b").weight_bytes("float31")
+
+
+def test_disk_by_data_set_and_encoding():
+    """DESIGN's 151 TB, and what Zstd leaves of them."""
+    table = disk_table(5120, 5, [("one token", 1), ("full", 800_000 * 3072)])
+    assert table.loc["full"].tolist() == ["2,457,600,000", "150.99 TB", "107.85 TB"]
+    assert table.loc["one token", "bf16"] == "61.44 kB"
 
 
 def write_conversations(path, num):

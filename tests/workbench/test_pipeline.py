@@ -235,3 +235,13 @@ def test_an_interrupted_run_leaves_no_orphans_and_goes_on(job, signal_number):
     wait_for(lambda: all(map(gone, pids)))
     (job / "runs" / "job" / "again").touch()
     assert run(job)[0] == ["current", "passed"]
+
+
+def test_the_jobs_own_runs_dir(tmp_path):
+    """The parameter decides where run folders go, unless the caller does."""
+    write_notebook(tmp_path / "notebooks", "01_a", "runs_dir: str = ''\n", opening("01_a", "runs_dir"), finishing())
+    write_params(tmp_path, runs_dir=str(tmp_path / "scratch"))
+    _, result, _ = run(tmp_path, runs_dir=None)
+    assert result.folder == tmp_path / "scratch" / "job" and (result.folder / "params.yaml").is_file()
+    _, result, _ = run(tmp_path)
+    assert result.folder == tmp_path / "runs" / "job"
