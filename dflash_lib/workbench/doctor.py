@@ -293,14 +293,14 @@ def hub_line() -> Line:
 def _config(model: str | None):
     """The text tower's configuration of a local folder; None when it cannot be had without a download."""
     try:
-        return None if model is None or is_hub_id(model) else text_tower(read_config(model), model)
+        return None if model is None or is_hub_id(model.partition("@")[0]) else text_tower(read_config(model), model)
     except TargetError:
         return None  # `model_lines` says why
 
 
 def model_lines(model: str, dtype: str, device: str) -> list[Line]:
     """Whether the target is here, and whether its weights fit; nothing is downloaded."""
-    if is_hub_id(model):
+    if is_hub_id(model.partition("@")[0]):
         return [Line(AMBER, "target", f"{model}: a hub id; not looked at, to download nothing",
                      "hf download it, and give its folder for sizes")]
     try:

@@ -27,7 +27,7 @@ from dflash_lib.workbench.capacity import bytes_per_token, data_size, target_siz
 from dflash_lib.workbench.doctor import RED, version_lines
 from dflash_lib.workbench.gpu_plan import Rates, measured_rates
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
-from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, meta_target, training_memory
+from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder
 
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
@@ -175,7 +175,8 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
     """Peak memory of one extracting process (a full batch of the longest rows) and of training (documents of
     max_length, the worst step)."""
     num_rows = max(1, params["token_budget"] // params["max_length"])
-    capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"])
+    capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"],
+                             fast_kernels=fast_kernels_on(params["device"]))
     options = TrainOptions(
         block_size=params["block_size"], mask_token_id=params["mask_token_id"], num_layers=params["num_drafter_layers"],
         intermediate_size=params["drafter_intermediate_size"], draft_vocab_size=params["draft_vocab_size"],

@@ -8,6 +8,7 @@ fallback or, on request, as flash-linear-attention's kernels take it. Not counte
 there at all (0.3 to 1 GB), and memory that an allocator keeps though nothing is in it.
 """
 
+import importlib.util
 import inspect
 import sys
 import weakref
@@ -159,6 +160,11 @@ def _linear_attention(layers: Sequence[nn.Module], fast: bool) -> Iterator[None]
     finally:
         for module, name, function in before:
             setattr(module, name, function)
+
+
+def fast_kernels_on(device: str) -> bool:
+    """Whether a target on `device` would take flash-linear-attention's kernels: they run on GPUs, where installed."""
+    return device.startswith("cuda") and importlib.util.find_spec("fla") is not None
 
 
 def meta_target(model: Path | str, dtype: torch.dtype | str) -> Target:

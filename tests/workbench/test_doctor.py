@@ -171,7 +171,8 @@ def test_the_target(tiny_llama_folder, monkeypatch):
     monkeypatch.setattr(doctor, "free_memory", lambda device: 10)
     assert doctor.model_lines(str(tiny_llama_folder), "float32", "cpu")[0].level == RED
     assert "no such model folder" in doctor.model_lines("nowhere", "float32", "cpu")[0].found
-    assert doctor.model_lines("Org/model", "float32", "cpu")[0].level == AMBER, "nothing is downloaded"
+    for name in ("Org/model", "Org/model@main"):
+        assert doctor.model_lines(name, "float32", "cpu")[0].level == AMBER, "nothing is downloaded"
 
 
 def test_the_command(tiny_llama_folder, tmp_path, capsys):

@@ -11,12 +11,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
-from dflash_lib.drafter.training import Trainer, TrainOptions
+from dflash_lib.drafter.network import DFlashDrafter
+from dflash_lib.drafter.training import Trainer, TrainOptions, drafter_config
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.loading import load_target
-from dflash_lib.workbench.peak_memory import capture_memory, largest_batch, training_memory
+from dflash_lib.workbench import peak_memory
+from dflash_lib.workbench.peak_memory import capture_memory, largest_batch, meta_target, training_memory
 from tests.conftest import DATA
 from tests.families import FAMILIES, make_family
 from tests.hidden_states.rows import make_store
@@ -103,6 +105,22 @@ def test_training(changes, dtype, tiny_llama_folder, tmp_path):
     (tmp_path / "drafter").mkdir()
     measured = peak_bytes(work) + sum(p.nbytes for p in target.model.parameters())
     assert predicted.total == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_can_be_predicted_for_every_family(family, tmp_path):
+    options = TrainOptions(block_size=4, mask_token_id=3, draft_vocab_size=None)
+    predicted = training_memory(make_family(tmp_path, family), [0, 2], options, 64)
+    drafter = drafter_config(meta_target(tmp_path, "bfloat16"), [0, 2], options, None)
+    assert predicted.parts["drafter"] == 4 * sum(p.numel() for p in DFlashDrafter(drafter).parameters())
+    assert drafter.rope_theta == {"gemma3": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0}.get(family, 10_000.0)
+
+
+def test_which_kernels_are_counted(monkeypatch):
+    monkeypatch.setattr(peak_memory.importlib.util, "find_spec", lambda name: object())
+    assert peak_memory.fast_kernels_on("cuda:0") and not peak_memory.fast_kernels_on("cpu")
+    monkeypatch.setattr(peak_memory.importlib.util, "find_spec", lambda name: None)
+    assert not peak_memory.fast_kernels_on("cuda")
 
 
 def test_the_27b():
