@@ -3,7 +3,9 @@ the file is a fair sample of the whole.
 
     python data/mix_conversations.py OUT PART [PART ...]
 
-Every part is a file of `python -m dflash_lib regenerate`, with its sidecar; OUT.meta.json lists the sidecars.
+Every part is a file of `python -m dflash_lib regenerate`, with its sidecar; OUT.meta.json lists the sidecars. The parts
+of the shipped file are the answers to demo_prompts.jsonl (`--max-new-tokens 144 --batch-size 64`) and those to two
+files of `python -m dflash_lib prompts --num 2000`, with `--seed 0` and `1` (`--max-new-tokens 64 --batch-size 128`).
 """
 
 import json
@@ -16,7 +18,8 @@ SEED = 20261129
 
 def mix(out: Path, parts: list[Path]) -> int:
     """Returns the number of conversations. Raises ValueError when two have one id."""
-    lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+    # by "\n" alone: str.splitlines would also cut at the line separators that JSON allows inside a text
+    lines = [line for part in parts for line in part.read_text(encoding="utf-8").split("\n") if line]
     ids = [json.loads(line)["id"] for line in lines]
     if len(set(ids)) < len(ids):
         raise ValueError(f"{len(ids) - len(set(ids))} ids occur twice in {[str(part) for part in parts]}")

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     prompts = commands.add_parser("prompts", help="let a target write user turns, to be answered by `regenerate`")
     prompts.add_argument("out", type=Path, help="file to write (JSONL)")
-    prompts.add_argument("--model", required=True, help="folder of the target")
+    prompts.add_argument("--model", required=True, help="folder or hub id of the target")
     prompts.add_argument("--num", type=int, required=True, help="how many different prompts")
     prompts.add_argument("--max-new-tokens", type=int, default=48, help="of one prompt (default: %(default)s)")
     prompts.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")

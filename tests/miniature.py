@@ -5,7 +5,8 @@ of 64 and a vocabulary of 512. Everything that claims to work for the 27B is tes
 
 Sharded safetensors with an index, vision tower and multi-token-prediction tensors included, as in the real download:
 bf16, A_log in float32. With --fp8 the linear weights that the real FP8 checkpoint quantises are e4m3 in square blocks
-(32 here, 128 there) with a bf16 `weight_scale_inv` each. Weights are random.
+(32 here, 128 there) with a bf16 `weight_scale_inv` each. Weights are random. The multi-token-prediction names and
+A_log's type were written from memory of the real index, which is not at hand.
 """
 
 import argparse

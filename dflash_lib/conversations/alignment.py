@@ -8,13 +8,13 @@ stands between the end of the message before and that place must be what the gen
 is found in the same way, and an end-of-turn token must stand there. Whatever does not fit refuses the conversation.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_lib.conversations.formats import Conversation, ConversationError
 from dflash_lib.conversations.rendering import ChatTemplate, common_prefix, common_suffix
-from dflash_lib.files import canonical_json
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,13 @@ class Alignment:
     def _marked_turn(self, i: int) -> Turn:
         """The span that the template marks, without what its generation prompt opens, up to its end-of-turn token."""
         start, end = self.spans[i]
-        start = max([start, *(n for p in self._prompts(i) if self.text.startswith(p) and (n := len(p)) <= end)])
+        prompts = self._prompts(i)
+        if fitting := [len(prompt) for prompt in prompts if self.text.startswith(prompt)]:
+            start = max([start, *(n for n in fitting if n <= end)])
+        else:  # marks may hold the turn's header, too, of which only a part of the prompt may be there
+            before = self.template.text(self.messages[:i], self.tools)
+            if any(common_prefix(self.text[start:end], prompt.removeprefix(before)) for prompt in prompts):
+                start = min(max(start, self._start(i, prompts)), end)
         marked = self.text[start:end].rstrip()
         for token in self.template.end_tokens:
             if marked.endswith(token):
@@ -190,7 +196,7 @@ class Alignment:
     def _end_of_calls(self, i: int, start: int) -> Turn:
         """The end of a turn that ends with tool calls: the first end-of-turn token behind the last call's name, which
         is the template's since no argument contains one, and before the next message's words."""
-        calls = canonical_json(self.messages[i]["tool_calls"])
+        calls = json.dumps(self.messages[i]["tool_calls"], ensure_ascii=False)
         if inside := [token for token in self.template.end_tokens if token in calls]:
             raise ConversationError(f"its tool calls contain the end-of-turn token {inside[0]!r}")
         first, second = self._varied(i, _call)

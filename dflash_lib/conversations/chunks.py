@@ -138,4 +138,5 @@ def encode_chunk(template: ChatTemplate, rows: Sequence[RawRow], options: Prepar
 
 
 def _refused(number: int, name: str, reason: str, kind: str) -> dict[str, Any]:
+    reason, kind = (text.encode("utf-8", "backslashreplace").decode("utf-8") for text in (reason, kind))
     return {"number": number, "id": name, "reason": reason, "kind": kind}

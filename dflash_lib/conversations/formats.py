@@ -9,7 +9,8 @@ A row is one of these; a file holds rows of one kind, and what else a row carrie
 - `prompt_token_ids` and `token_ids`: what a target was given and what it generated.
 
 An assistant message may carry `token_ids` (what the target generated, the end-of-turn token included when it was
-generated) and `finish_reason` ("stop" or "length"), as `regenerate` writes them. `sources` says which files are read.
+generated) and `finish_reason` ("stop" or "length"), as `regenerate` writes them; with `weight` 0, as in OpenAI's files,
+it is context only. `sources` says which files are read.
 """
 
 import json
@@ -92,6 +93,9 @@ def parse_conversation(value: Any, where: str, need_assistant: bool = True, defa
     if number is not None and not isinstance(number, str | int):
         raise ConversationError(f"{where}: id must be text or a whole number, found {type(number).__name__}")
     name, rest = default_id if number is None else str(number), dict(value)
+    for key, text in (("id", name), ("kind", value.get("kind"))):
+        if isinstance(text, str) and not is_unicode(text):
+            raise ConversationError(f"{where}: {key} {text!r} holds half of a character (a lone surrogate)")
     rest.pop("id", None)
     if kind in ("pre-tokenised", "generated"):
         if not need_assistant:
@@ -104,6 +108,15 @@ def parse_conversation(value: Any, where: str, need_assistant: bool = True, defa
         raise ConversationError(f"{where}: no assistant turn, so nothing to train on; "
                                 "let the target answer it with `python -m dflash_lib regenerate`")
     return Conversation(name, messages, rest, tools)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text has a UTF-8 form. JSON's escapes can spell half of a character: an emoji that was cut in two."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _listed(value: Any, key: str, where: str) -> list[Any]:
@@ -130,7 +143,10 @@ def _sharegpt(rest: dict[str, Any], where: str) -> list[Any]:
         if role is None:
             raise ConversationError(f"{at}: unknown speaker {turn['from']!r}; known: {', '.join(SHAREGPT_ROLES)}")
         message = {"role": role, "content": turn.get("value")}
-        message |= {key: item for key, item in turn.items() if key not in ("from", "value")}
+        for key in ("role", "content"):
+            if turn.get(key, message[key]) != message[key]:
+                raise ConversationError(f"{at}: from and value say {message[key]!r}, but {key} says {turn[key]!r}")
+        message |= {key: item for key, item in turn.items() if key not in ("from", "value", "role", "content")}
         if turn["from"] == "function_call":
             calls = _json(turn.get("value"), f"{at}: a function_call's value")
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -185,12 +201,18 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     result = {key: item for key, item in message.items() if item is not None}
     if message["role"] == "assistant":
         reasoning = [result.pop(key) for key in REASONING_KEYS if key in result]
+        for thought in reasoning:
+            if not isinstance(thought, str):
+                raise ConversationError(f"{at}: reasoning_content must be text, found {type(thought).__name__}")
         if reasoning:
-            if not isinstance(reasoning[0], str):
-                raise ConversationError(f"{at}: reasoning_content must be text, found {type(reasoning[0]).__name__}")
-            result["reasoning_content"] = reasoning[0]
+            said = list(dict.fromkeys(filter(None, reasoning)))
+            if len(said) > 1:
+                raise ConversationError(f"{at}: has two different thoughts, under two of {', '.join(REASONING_KEYS)}")
+            result["reasoning_content"] = said[0] if said else ""
         if "tool_calls" in result and not (calls := _tool_calls(result.pop("tool_calls"), at)) == []:
             result["tool_calls"] = calls
+    if result.get("weight", 1) not in (0, 1):
+        raise ConversationError(f"{at}: weight must be 0 (not to be learned) or 1, found {result['weight']!r}")
     result["content"] = _content(message.get("content"), at, may_lack="tool_calls" in result)
     if "token_ids" in result and not _are_ids(result["token_ids"]):
         raise ConversationError(f"{at}: token_ids must be a non-empty list of non-negative integers")
@@ -226,7 +248,7 @@ def _json(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversationError(f"{what} is not valid JSON ({error})") from error
 
 

@@ -38,7 +38,7 @@ from dflash_lib.conversations.prepared_rows import (
     row_entry,
 )
 from dflash_lib.conversations.rendering import ChatTemplate, tokenizer_hash
-from dflash_lib.conversations.sources import count_rows, hash_source
+from dflash_lib.conversations.sources import SourceError, count_rows, data_files, hash_source
 from dflash_lib.files import hash_tree, hash_value, write_json
 from dflash_lib.progress import Progress
 
@@ -68,6 +68,7 @@ def prepare(source: Path | str, tokenizer, options: PrepareOptions, *, work_dir:
             return prepare(source, tokenizer, options, work_dir=folder, num_workers=num_workers,
                            chunk_rows=chunk_rows).in_memory()
     source, template = Path(source), ChatTemplate(tokenizer, options.template)
+    state = _state(source)
     source_hash = hash_source(source)
     num_rows = count_rows(source)
     if num_rows is not None:
@@ -82,7 +83,7 @@ def prepare(source: Path | str, tokenizer, options: PrepareOptions, *, work_dir:
         return PreparedRows.load(folder / "rows")
     job = Job(source=str(source), options=options, chunk_rows=chunk_rows, num_workers=num_workers,
               tokenizer_hash=tokenizer_hash(tokenizer), special_tokens=special_tokens(tokenizer))
-    with _Join(folder, job, source_hash) as join:
+    with _unchanged(source, state, folder), _Join(folder, job, source_hash) as join:
         progress = Progress(num_rows, "prepare", "rows") if num_rows and num_rows > 2 * chunk_rows else None
         for chunk in _chunks_in_process(job, folder, template) if num_workers == 1 else _chunks(job, folder, template):
             join.add(chunk)
@@ -96,6 +97,25 @@ def prepare(source: Path | str, tokenizer, options: PrepareOptions, *, work_dir:
     for path in folder.glob("chunk-*"):
         path.unlink()
     return PreparedRows.load_unchecked(folder / "rows")  # its fingerprint has just been taken from these very files
+
+
+def _state(source: Path) -> list[tuple]:
+    """What tells that a file was written to or replaced, without reading it."""
+    stats = [(file, file.stat()) for file in data_files(source)]
+    return [(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats]
+
+
+@contextmanager
+def _unchanged(source: Path, state: list[tuple], folder: Path) -> Iterator[None]:
+    """Raises SourceError when the source is not as it was in `state` at the end, whatever else went wrong: rows before
+    and after the change would stand side by side. What was made of them is removed, so that nothing resumes it."""
+    try:
+        yield
+    finally:
+        if not source.exists() or _state(source) != state:
+            shutil.rmtree(folder)
+            raise SourceError(f"{source}: was changed while it was being prepared; nothing is kept. Run it again, and "
+                              "leave the file alone meanwhile.")
 
 
 def _job_folder(work_dir: Path, settings: dict) -> Path:

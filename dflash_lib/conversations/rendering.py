@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dflash_lib.conversations.formats import ConversationError
+from dflash_lib.conversations.formats import ConversationError, is_unicode
 from dflash_lib.files import hash_value, read_json
 
 TURNS = ("all", "last")
@@ -49,6 +49,12 @@ class TemplateOptions:
 def tokenizer_hash(tokenizer) -> str:
     """sha256 of the vocabulary, merges and chat template: two tokenizers with one hash give the same rows."""
     return hash_value([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""])
+
+
+def _checked(text: str) -> str:
+    if not is_unicode(text):
+        raise ConversationError("its text holds half of a character (a lone surrogate), which no tokenizer takes")
+    return text
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -106,11 +112,12 @@ class ChatTemplate:
         """
         plain = self._plain(messages, as_text)
         try:
-            return self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False,
+            text = self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False,
                                                       add_generation_prompt=generation_prompt,
                                                       **self._variables(thinking))
         except Exception as error:  # templates raise through jinja2 (TemplateError) with their own words
             raise ConversationError(f"the chat template refused the conversation: {error}") from error
+        return _checked(text)
 
     @cached_property
     def has_marks(self) -> bool:
@@ -127,7 +134,7 @@ class ChatTemplate:
                 **{**self.tokenizer.special_tokens_map, **self._variables("default")})
         except Exception as error:
             raise ConversationError(f"the chat template refused the conversation: {error}") from error
-        return texts[0], spans[0]
+        return _checked(texts[0]), spans[0]
 
     def prompts(self, messages: Sequence[dict[str, Any]], tools=None) -> list[str]:
         """The prompts that the template makes of `messages`, the default one first; more than one only where the

@@ -6,6 +6,7 @@ value is asked for, so a process that wants every n-th chunk skips the others ch
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,11 @@ SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": 
 BATCH_ROWS = 256  # rows of a columnar file that are decoded at once
 BLOCK_BYTES = 1 << 20
 LONGEST_VALUE = 1 << 28  # characters of one element of a JSON array
+NO_TEXT = {b"\x1f\x8b": "gzip-compressed", b"\x28\xb5\x2f\xfd": "zstd-compressed", b"PK\x03\x04": "a zip archive",
+           b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by first bytes: files that are named as text and are not
+_SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d{5})-of-(?P<all>\d{5})(-[0-9a-f]+)?")
+_SPLIT_WORD = re.compile(r"(^|[^A-Za-z0-9])(train|training|test|testing|eval|valid|validation|val|dev|heldout)"
+                         r"($|[^A-Za-z0-9])", re.IGNORECASE)
 
 
 class SourceError(ValueError):
@@ -39,7 +45,7 @@ def data_files(path: Path | str) -> list[Path]:
 
     A folder is one split that `datasets` saved (state.json names its files), or a folder of files of one kind (also in
     a folder `data` below it), in the order of their names. Raises FileNotFoundError, and SourceError for a folder of
-    several splits or of mixed or unknown files.
+    several splits, of mixed or unknown files, or one that lacks a shard.
     """
     path = Path(path)
     if path.is_file():
@@ -60,9 +66,31 @@ def data_files(path: Path | str) -> list[Path]:
         kinds = {SUFFIXES[f.suffix] for f in files}
         if len(kinds) > 1:
             raise SourceError(f"{path}: holds files of several kinds ({', '.join(sorted(kinds))}); name one file")
+        _check_one_split(path, files)
     if not files:
         raise SourceError(f"{path}: no *.jsonl, *.json, *.parquet or *.arrow file in this folder")
     return files
+
+
+def _check_one_split(path: Path, files: list[Path]) -> None:
+    """Raises SourceError when the files' names say that they are several splits (the test rows would be trained on) or
+    that shards are absent: `train-00000-of-00002.parquet` and so on, or `train.jsonl` beside `test.jsonl`."""
+    splits: dict[str, list[Path]] = {}
+    shards: dict[tuple[str, str], set[str]] = {}
+    for file in files:
+        shard = _SHARD.fullmatch(file.stem)
+        split = shard["split"] if shard else file.stem
+        splits.setdefault(split if shard or _SPLIT_WORD.search(split) else "", []).append(file)
+        if shard:
+            shards.setdefault((split, shard["all"]), set()).add(shard["number"])
+    if len(splits) > 1:
+        names = ", ".join(split or found[0].name for split, found in splits.items())
+        raise SourceError(f"{path}: holds several splits ({names}); name one file, such as {files[-1]}, or give each a "
+                          "folder of its own")
+    for (split, total), numbers in shards.items():
+        if len(numbers) != int(total):
+            raise SourceError(f"{path}: {len(numbers)} of {int(total)} files of {split} are here. Is the download "
+                              "complete?")
 
 
 def hash_source(path: Path | str) -> str:
@@ -87,9 +115,7 @@ def count_rows(path: Path | str) -> int | None:
     for file in data_files(path):
         kind = _kind(file)
         if kind == "parquet":
-            import pyarrow.parquet as parquet
-
-            total += parquet.read_metadata(file).num_rows
+            total += _open_parquet(file).metadata.num_rows
         elif kind == "jsonl":
             with open(file, "rb") as f:
                 total += sum(1 for line in f if line.strip())
@@ -101,10 +127,15 @@ def count_rows(path: Path | str) -> int | None:
 def _kind(file: Path) -> str:
     """By its suffix; by its first bytes for an unknown one, and for .json, which may hold an array or lines."""
     kind = SUFFIXES.get(file.suffix)
-    if kind not in (None, "json"):
+    if kind in ("parquet", "arrow"):
         return kind
     with open(file, "rb") as f:
         start = f.read(4096)
+    for magic, what in NO_TEXT.items():
+        if start.startswith(magic):
+            raise SourceError(f"{file}: is {what}; unpack it or save it as UTF-8 text first")
+    if kind == "jsonl":
+        return kind
     if kind is None and start.startswith(b"PAR1"):
         return "parquet"
     if kind is None and start.startswith(b"ARROW1"):
@@ -116,6 +147,7 @@ def _read_jsonl(file: Path, before: int) -> Iterator[RawRow]:
     """A value a line; blank lines are passed over. `before` is not used: a line keeps its own number."""
     with open(file, "rb") as f:
         for number, raw in enumerate(f, 1):
+            raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if raw.strip():
                 where = f"{file}, line {number}"
                 yield RawRow(before + number, "line", where, lambda raw=raw, where=where: _decode_line(raw, where))
@@ -124,7 +156,7 @@ def _read_jsonl(file: Path, before: int) -> Iterator[RawRow]:
 def _decode_line(raw: bytes, where: str) -> Any:
     try:
         return json.loads(raw.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
         raise SourceError(f"{where}: not valid JSON ({error})") from error
 
 
@@ -166,6 +198,8 @@ class _JsonText:
                 if self.ended or not unfinished or len(self.text) - self.at > LONGEST_VALUE:
                     raise SourceError(f"{where}: not valid JSON ({error.msg}). Was the file cut off while being "
                                       "written?") from error
+            except (ValueError, RecursionError) as error:
+                raise SourceError(f"{where}: not valid JSON ({error})") from error
             self.fill(num_bytes)
             num_bytes *= 2  # so that the repeated attempts at a long value stay linear
 
@@ -203,7 +237,10 @@ class _Batch:
     def value(self, i: int) -> Any:
         if self.rows is None:
             names, columns = self.batch.schema.names, self.batch.columns
-            decoded = [[_plain(item, column.type) for item in column.to_pylist()] for column in columns]
+            try:
+                decoded = [[_plain(item, column.type) for item in column.to_pylist()] for column in columns]
+            except (ValueError, RecursionError) as error:  # text that is not UTF-8 or not JSON
+                raise SourceError(f"{self.where}: values that cannot be decoded ({error})") from error
             self.rows = [dict(zip(names, values, strict=True)) for values in zip(*decoded, strict=True)]
         return {name: item for name, item in self.rows[i].items() if item is not None}
 
@@ -237,14 +274,23 @@ def _batched(batches, file: Path, before: int) -> Iterator[RawRow]:
                 yield RawRow(number, "row", f"{file}, row {number}", lambda part=part, i=i: part.value(i))
 
 
-def _read_parquet(file: Path, before: int) -> Iterator[RawRow]:
+def _open_parquet(file: Path):
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
     try:
-        with parquet.ParquetFile(file) as opened:
-            yield from _batched(opened.iter_batches(batch_size=BATCH_ROWS), file, before)
+        return parquet.ParquetFile(file)
     except pa.ArrowException as error:
+        raise SourceError(f"{file}: not a whole Parquet file ({error})") from error
+
+
+def _read_parquet(file: Path, before: int) -> Iterator[RawRow]:
+    import pyarrow as pa
+
+    try:
+        with _open_parquet(file) as opened:
+            yield from _batched(opened.iter_batches(batch_size=BATCH_ROWS), file, before)
+    except (pa.ArrowException, OSError) as error:  # Arrow's own I/O errors (a damaged page) are OSErrors
         raise SourceError(f"{file}: not a whole Parquet file ({error})") from error
 
 

@@ -18,6 +18,9 @@ __all__ = ["ChatTemplate", "Segment", "TemplateOptions", "encode_conversation", 
            "segment_conversation", "tokenize_rows", "tokenize_segments", "tokenizer_hash"]
 
 
+GUARD = "\ue000"  # of the private use area: no vocabulary has it, so it is bytes, or unknown, and merges with nothing
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of rendered text. `token_ids`, where given, are the generated tokens themselves and win over the text."""
@@ -32,7 +35,8 @@ def render(tokenizer, messages: list[dict[str, Any]], add_generation_prompt: boo
     return ChatTemplate(tokenizer).text(messages, generation_prompt=add_generation_prompt)
 
 
-def _as_template(template) -> ChatTemplate:
+def as_template(template) -> ChatTemplate:
+    """A ChatTemplate as it is; of a tokenizer its own with the default options."""
     return template if isinstance(template, ChatTemplate) else ChatTemplate(template)
 
 
@@ -40,12 +44,13 @@ def segment_conversation(template, conversation: Conversation) -> list[Segment]:
     """Splits a conversation into segments that alternate between context and answers.
 
     template: a ChatTemplate, or a tokenizer for the default options. With turns "last" the earlier answers are
-    context. Raises ConversationError, naming conversation and message, where a supervised turn cannot be aligned: such
-    a row is refused, never guessed.
+    context, and so are those of weight 0. Raises ConversationError, naming conversation and message, where a supervised
+    turn cannot be aligned: such a row is refused, never guessed.
     """
-    template = _as_template(template)
+    template = as_template(template)
     alignment = Alignment(template, conversation)
     supervised = alignment.indices if template.options.turns == "all" else alignment.indices[-1:]
+    supervised = [i for i in supervised if conversation.messages[i].get("weight", 1)]
     return _segments(alignment, supervised)
 
 
@@ -79,6 +84,8 @@ def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None
     if not ids:
         return None
     tokenizer = alignment.template.tokenizer
+    where = f"conversation {alignment.conversation.id}, message {i}"
+    _check_vocabulary(tokenizer, ids, where)  # decoding passes over ids that it does not know
     said = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     ending = next((token for token in alignment.template.end_tokens if said.endswith(token)), "")
     said, rendered = words(said.removesuffix(ending)), words(alignment.text[turn.start:turn.cut])
@@ -89,15 +96,20 @@ def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None
     if said.endswith(rendered):
         return None
     reason = "its token_ids decode to another text than the template renders there"
-    raise ConversationError(f"conversation {alignment.conversation.id}, message {i}: {reason}", reason)
+    raise ConversationError(f"{where}: {reason}", reason)
+
+
+def _check_vocabulary(tokenizer, ids: Sequence[int], where: str) -> None:
+    if max(ids) >= len(tokenizer):
+        raise ConversationError(f"{where}: token id {max(ids)} is not in the tokenizer's vocabulary of "
+                                f"{len(tokenizer)}", "a token id that is not in the tokenizer's vocabulary")
 
 
 def tokenize_rows(tokenizer, rows: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[int]]]:
     """Token ids and loss mask (1 = supervised), both of one length, of each row's segments one after another. All texts
     go through the tokenizer in one call, which is what makes it fast."""
-    texts = [segment.text for row in rows for segment in row if segment.token_ids is None]
-    encoded = iter(tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
-                             verbose=False)["input_ids"] if texts else [])
+    encoded = iter(_continued(tokenizer, rows) if _depends_on_text_before(tokenizer) else _ids(
+        tokenizer, [segment.text for row in rows for segment in row if segment.token_ids is None]))
     result = []
     for row in rows:
         input_ids: list[int] = []
@@ -107,6 +119,41 @@ def tokenize_rows(tokenizer, rows: Sequence[Sequence[Segment]]) -> list[tuple[li
             input_ids.extend(ids)
             loss_mask.extend([int(segment.supervised)] * len(ids))
         result.append((input_ids, loss_mask))
+    return result
+
+
+def _ids(tokenizer, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                     verbose=False)["input_ids"] if texts else []
+
+
+def _depends_on_text_before(tokenizer) -> bool:
+    """Whether a text alone has other tokens than behind another: tokenizers in the manner of Llama 2 (Mistral, Phi-3)
+    put a space before the first word, and some of their tokens swallow the line end behind them."""
+    alone, other, together = _ids(tokenizer, ["a", GUARD, GUARD + "a"])
+    return together != other + alone or any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
+
+
+def _continued(tokenizer, rows: Sequence[Sequence[Segment]]) -> list[list[int]]:
+    """The ids of the segments that are text, each as it is behind the segments before it: tokenised behind the special
+    token that stands there, or else behind a character that joins with nothing, whose own ids are then taken off."""
+    special = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    guards, texts = [], []
+    for row in rows:
+        before = ""
+        for segment in row:
+            if segment.token_ids is None:
+                guards.append(next(filter(before.endswith, special), GUARD) if before else "")
+                texts.append(segment.text)
+            before = segment.text or before
+    taken = dict(zip(known := sorted(set(guards)), _ids(tokenizer, known), strict=True))
+    result = []
+    for guard, text, ids in zip(guards, texts, _ids(tokenizer, list(map("".join, zip(guards, texts, strict=True)))),
+                                strict=True):
+        if ids[:len(taken[guard])] != taken[guard]:
+            raise ConversationError(f"the tokenizer joins {text[:20]!r} with what stands before it ({guard!r}), so no "
+                                    "mask can be told there")
+        result.append(ids[len(taken[guard]):] if text else [])
     return result
 
 
@@ -121,13 +168,10 @@ def row_segments(template, conversation: Conversation) -> list[Segment]:
     The template's text after the last supervised token is left out: nothing is predicted from it. A row that is
     tokenised already is taken as it is; ids that the tokenizer does not have are refused.
     """
-    template = _as_template(template)
+    template = as_template(template)
     if conversation.input_ids is not None:
         segments, mask = [], conversation.loss_mask
-        if max(conversation.input_ids) >= len(template.tokenizer):
-            raise ConversationError(f"conversation {conversation.id}: token id {max(conversation.input_ids)} is not in "
-                                    f"the tokenizer's vocabulary of {len(template.tokenizer)}",
-                                    "a token id that is not in the tokenizer's vocabulary")
+        _check_vocabulary(template.tokenizer, conversation.input_ids, f"conversation {conversation.id}")
         start = 0
         for end in range(1, len(mask) + 1):
             if end == len(mask) or mask[end] != mask[start]:
@@ -142,12 +186,12 @@ def row_segments(template, conversation: Conversation) -> list[Segment]:
 
 def encode_conversation(template, conversation: Conversation) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation's row. Raises ConversationError (see `row_segments`)."""
-    template = _as_template(template)
+    template = as_template(template)
     return tokenize_segments(template.tokenizer, row_segments(template, conversation))
 
 
 def encode_prompt(template, conversation: Conversation) -> list[int]:
     """Token ids of the conversation so far plus the generation prompt: what the target continues."""
-    template = _as_template(template)
+    template = as_template(template)
     segments = _segments(Alignment(template, conversation, as_prompt=True), supervised=())
     return tokenize_segments(template.tokenizer, segments)[0]

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import ChatTemplate, encode_prompt
+from dflash_lib.conversations.templates import as_template, encode_prompt
 from dflash_lib.decoding.acceptance import (
     Interval,
     acceptance_length,
@@ -72,7 +72,7 @@ def read_prompts(path: Path | str, template, num_prompts: int | None = None) -> 
     default ones. `text` is what the user says. Raises as `read_conversations`, and ConversationError for a conversation
     that does not end with a user turn.
     """
-    prompts, template = [], template if isinstance(template, ChatTemplate) else ChatTemplate(template)
+    prompts, template = [], as_template(template)
     for conversation in read_conversations(path, num_prompts, need_assistant=False):
         if conversation.messages[-1]["role"] != "user":
             raise ConversationError(f"{path}: conversation {conversation.id!r} does not end with a user turn, so there "

@@ -33,11 +33,12 @@ from dflash_lib.target.loading import Target
 class TrainOptions:
     """The recipe. The defaults are those of the demo; BENCHMARKS.md has what they reach.
 
-    block_size counts the anchor; mask_token_id is always explicit; intermediate_size None = the target's;
-    draft_vocab_size None = the full head; gamma: decay of the slot weights in slots (the published 4 for block 8 suits
-    long training; where only the first slots are ever accepted, a smaller one learns faster); kl_weight: share of the
-    KL to the target's distribution in the loss, the rest is cross-entropy; average: decay of the weight average that is
-    validated and saved, 0 = none; final_learning_rate: share of learning_rate where the cosine ends.
+    block_size counts the anchor; mask_token_id is always explicit; slots_per_anchor: slots of each block that are
+    trained, the first and drawn later ones (`blocks.draw_slots`), block_size - 1 = all; intermediate_size None = the
+    target's; draft_vocab_size None = the full head; gamma: decay of the slot weights in slots (the published 4 for
+    block 8 suits long training; where only the first slots are ever accepted, a smaller one learns faster); kl_weight:
+    share of the KL to the target's distribution in the loss, the rest is cross-entropy; average: decay of the weight
+    average that is validated and saved, 0 = none; final_learning_rate: share of learning_rate where the cosine ends.
     """
 
     block_size: int

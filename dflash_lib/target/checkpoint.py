@@ -75,10 +75,7 @@ def weight_files(path: Path | str) -> list[Path]:
     path = Path(path)
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not weight_map:
-            raise TargetError(f"{index}: has no weight_map. Download it again.")
-        files = [path / name for name in sorted(set(weight_map.values()))]
+        files = [path / name for name in sorted(set(read_index(index).values()))]
         if single.is_file() and files != [single]:
             raise TargetError(f"{path}: holds model.safetensors and an index that names other files; which of the two "
                               "are the weights? Remove one.")
@@ -99,6 +96,18 @@ def weight_files(path: Path | str) -> list[Path]:
         except (SafetensorError, OSError) as error:
             raise TargetError(f"{file}: truncated or damaged ({error}). Download it again.") from error
     return files
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Which file holds which tensor. Raises TargetError when that is not what the index says."""
+    try:
+        value = read_json(index)
+    except ValueError as error:
+        raise TargetError(f"{error} Download it again.") from error
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise TargetError(f"{index}: has no weight_map from tensors to files. Download it again.")
+    return weight_map
 
 
 def read_header(file: Path) -> list[StoredTensor]:
@@ -146,8 +155,7 @@ class Checkpoint:
                 tensors[tensor.name] = tensor
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = read_json(index)["weight_map"]
-            absent = [f"{name} ({file})" for name, file in weight_map.items()
+            absent = [f"{name} ({file})" for name, file in read_index(index).items()
                       if name not in tensors or tensors[name].file.name != file]
             if absent:
                 raise TargetError(f"{path}: {index.name} promises tensors that their files lack: {some(absent)}. Files "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import is_accelerate_available
 
@@ -14,7 +15,7 @@ from dflash_lib.files import read_json
 from dflash_lib.target.checkpoint import RENAMINGS, text_name
 from dflash_lib.target.errors import TargetError
 
-# The first release of Transformers that knows a model type (its release notes).
+# The first release of Transformers that knows a model type; partly from memory, not tried on old releases.
 KNOWN_SINCE = {"gemma3": "4.50.0", "qwen3": "4.51.0", "qwen3_moe": "4.51.0", "gemma3n": "4.53.0", "gpt_oss": "4.55.0",
                "qwen3_next": "4.57.0", "qwen3_5": "5.2.0", "qwen3_5_moe": "5.2.0"}
 
@@ -38,7 +39,7 @@ def read_config(path: Path | str, trust_remote_code: bool = False) -> PreTrained
         raise TargetError(f"{where}: {_unknown(model_type, raw)}")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError) as error:
         raise TargetError(f"{where}: {error}") from error
 
 
@@ -49,6 +50,8 @@ def _read(where: Path) -> dict[str, Any]:
         raise TargetError(str(error).replace(f"{where}: ", f"{where}: is ", 1)) from error
     if not isinstance(raw, dict):
         raise TargetError(f"{where}: holds no JSON object")
+    if not isinstance(raw.get("quantization_config"), dict | None):
+        raise TargetError(f"{where}: quantization_config is no object, found {raw['quantization_config']!r}")
     return raw
 
 

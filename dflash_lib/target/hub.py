@@ -38,12 +38,17 @@ def find_target(path_or_hub_id: Path | str, revision: str | None = None, trust_r
     revision of a local folder, and for each way in which the hub refuses: no network, offline and not downloaded,
     gated or private, no such repository or revision.
     """
+    if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
+        raise TargetError(f"{path_or_hub_id!r} is no model folder and no hub id (organisation/name)")
     if not is_hub_id(path_or_hub_id):
         path = Path(path_or_hub_id)
         if not path.is_dir():
             raise TargetError(f"{path}: no such model folder (and no hub id, which has the form organisation/name)")
         if revision is not None:
             raise TargetError(f"{path}: a revision ({revision}) is for hub ids; this is a local folder")
+        if (path / "adapter_config.json").is_file():
+            raise TargetError(f"{path}: holds an adapter (adapter_config.json), which would not be loaded, or would "
+                              "change what is. Merge it into its model, save that, and give that folder.")
         return path
     where = f"{path_or_hub_id}{f' at revision {revision}' if revision else ''} (no folder here, so taken as a hub id)"
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -138,8 +139,8 @@ def _identity(path: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A floating dtype from itself or its name. Raises TargetError for anything else."""
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise TargetError(f"dtype: {dtype!r} is no floating dtype of PyTorch; use float32, bfloat16 or float16")
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point or parsed.itemsize < 2:
+        raise TargetError(f"dtype: {dtype!r} is no floating dtype to compute in; use float32, bfloat16 or float16")
     return parsed
 
 
@@ -174,6 +175,8 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     _refuse_unknown(unknown)
     if audit not in DEPTHS:
         raise TargetError(f"audit: {audit!r} is not one of {', '.join(DEPTHS)}")
+    if max_perplexity not in ("auto", None) and not isinstance(max_perplexity, int | float):
+        raise TargetError(f"max_perplexity: {max_perplexity!r} is no number, \"auto\" or None")
     dtype = parse_dtype(dtype)
     check_device(device)
     path = find_target(path_or_hub_id, revision, trust_remote_code)
@@ -235,7 +238,7 @@ def _from_pretrained(path: Path, config: PreTrainedConfig, checkpoint: Checkpoin
                 ignore_mismatched_sizes=True, output_loading_info=True, **more)
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError, KeyError, StrictDataclassError) as error:
         raise TargetError(f"{path}: Transformers {transformers.__version__} could not load it: {error}") from error
 
 

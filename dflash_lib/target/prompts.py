@@ -21,7 +21,8 @@ _MARK = "PROMPT-GOES-HERE"
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """num_prompts: how many different ones are wanted; max_new_tokens: a longer prompt is dropped, not cut;
-    temperature and top_k: of the sampling; batch_size: drawn at once; min_words: shorter prompts are dropped."""
+    temperature and top_k: of the sampling; batch_size: drawn at once; min_words: shorter prompts are dropped. Raises
+    ValueError for a value that can draw nothing."""
 
     num_prompts: int
     max_new_tokens: int = 48
@@ -30,6 +31,13 @@ class PromptOptions:
     batch_size: int = 256
     min_words: int = 3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_new_tokens", "top_k", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature: more than 0 is needed, got {self.temperature}")
 
 
 def prompt_prefix(target: Target) -> str:

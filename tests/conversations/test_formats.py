@@ -29,6 +29,15 @@ def assistant(**message):
     (assistant(token_ids=[True]), "token_ids must be"),
     (assistant(token_ids=[1]), "finish_reason 'stop' or 'length'"),
     (assistant(finish_reason="eos"), "finish_reason must be 'stop' or 'length', found 'eos'"),
+    (assistant(weight=0.5), "message 1: weight must be 0 .not to be learned. or 1, found 0.5"),
+    (assistant(reasoning="a", thinking="b"), "message 1: has two different thoughts"),
+    (assistant(reasoning="", thinking=["b"]), "message 1: reasoning_content must be text, found list"),
+    (assistant(tool_calls=[{"function": {"name": "f", "arguments": "[" * 100_000}}]), "tool call 0 is not valid JSON"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "A", "content": "B"}]},
+     "turn 1: from and value say 'A', but content says 'B'"),
+    ({"conversations": [{"from": "human", "value": "a", "role": "assistant"}]}, "turn 0: .*but role says"),
+    ({"id": "\ud83d", **GOOD}, r"id '.ud83d' holds half of a character"),
+    ({"kind": "\ud83d", **GOOD}, r"kind '.ud83d' holds half of a character"),
     ({"id": ["x"], **GOOD}, "id must be text or a whole number, found list"),
 ])
 def test_refused(value, message):
@@ -184,3 +193,9 @@ def test_a_file_holds_rows_of_one_form(tmp_path):
     path = write(tmp_path / "c.jsonl", GOOD, {"prompt": "a", "response": "b"})
     with pytest.raises(ConversationError, match="line 2: the row's form is 'prompt', but 'messages' in .*line 1"):
         list(read_conversations(path))
+
+
+def test_an_empty_thought_hides_none_under_another_name():
+    message = parse_conversation(assistant(reasoning_content="", thinking="hm"), "here").messages[1]
+    assert message["reasoning_content"] == "hm"
+    assert parse_conversation(assistant(reasoning=""), "here").messages[1]["reasoning_content"] == ""

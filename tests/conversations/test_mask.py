@@ -207,6 +207,25 @@ def test_marks_are_used():
         encode_conversation(tokenizer, parse("a thought"))
 
 
+def test_marks_that_hold_the_header_of_a_turn_whose_thoughts_are_dropped():
+    """No generation prompt leads there as a whole; the header is the prompt's all the same."""
+    tokenizer = tokenizer_with(OWN / "drops_thinking.jinja")
+    header = "{{- '<|im_start|>assistant\\n' }}"
+    end = "        {{- '<|im_end|>\\n' }}\n    {%- elif m.role == 'tool' %}"
+    assert header in tokenizer.chat_template and end in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(header, "{%- generation %}" + header).replace(
+        end, end.replace("}}", "}}{%- endgeneration %}", 1))
+    for name, conversation in ((name, parse(name)) for name in said.ALL):
+        if "tool" not in name and "call" not in name and conversation.messages[0]["role"] != "assistant":
+            assert supervised(ChatTemplate(tokenizer), conversation) == supervised(own(), conversation), name
+    rewrites = tokenizer.chat_template.replace("m.role + '\\n' + said",
+                                               "m.role + '\\n' + (said if loop.last else said | upper)")
+    assert rewrites != tokenizer.chat_template
+    tokenizer.chat_template = rewrites
+    with pytest.raises(ConversationError, match="message 1: the template renders the turns before it differently"):
+        segment_conversation(tokenizer, parse("one turn"))
+
+
 def own(**variables):
     return ChatTemplate(tokenizer_with(OWN / "drops_thinking.jinja"), TemplateOptions(**variables))
 
@@ -225,6 +244,17 @@ def test_only_the_last_turn():
     with pytest.raises(ConversationError, match="message 0: begins with an assistant turn"):
         segment_conversation(own(), first)
     assert supervised(own(turns="last"), first) == ["b<|im_end|>"]
+
+
+def test_a_turn_of_weight_zero_is_context():
+    row = said.turns("uauaua", *"abcdef")
+    row["messages"][1]["weight"], row["messages"][3]["weight"] = 0, 1
+    conversation = parse_conversation(row, "here")
+    assert supervised(own(), conversation) == ["d<|im_end|>", "f<|im_end|>"]
+    plain = parse_conversation(said.turns("uauaua", *"abcdef"), "here")
+    assert encode_conversation(own(), conversation)[0] == encode_conversation(own(), plain)[0]
+    row["messages"][5]["weight"] = 0
+    assert supervised(own(turns="last"), parse_conversation(row, "here")) == []
 
 
 def thinks_by_default(**variables):
@@ -345,3 +375,18 @@ def test_rows_that_are_tokenised_already():
     assert encode_conversation(tokenizer, row) == ([5, 6, 7, 2], [0, 0, 1, 1])
     with pytest.raises(ConversationError, match="token id 384 is not in the tokenizer's vocabulary of 384"):
         encode_conversation(tokenizer, parse_conversation({"input_ids": [5, 384], "loss_mask": [0, 1]}, "here"))
+
+
+def test_generated_ids_that_the_tokenizer_does_not_have():
+    """Decoding passes over them, so that the text would be right and the row not."""
+    ids = own().tokenizer("battery")["input_ids"]
+    for unknown in (len(own().tokenizer), 1 << 40):
+        row = {"messages": [said.user("a"), said.answer("battery", token_ids=[*ids, unknown], finish_reason="stop")]}
+        with pytest.raises(ConversationError, match=f"c, message 1: token id {unknown} is not in the tokenizer's voc"):
+            encode_conversation(own(), parse_conversation(row, "here", default_id="c"))
+
+
+def test_a_call_with_what_json_has_no_word_for():
+    row = {"messages": [said.user("a"), said.calls({"x": float("nan")})]}
+    assert supervised(own(), parse_conversation(row, "here")) == [
+        '<tool_call>\n{"name": "weather", "arguments": {"x": NaN}}\n</tool_call><|im_end|>']

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from dflash_lib.conversations import prepare as prepare_module
 from dflash_lib.conversations.formats import ConversationError, read_conversations
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions, prepare
+from dflash_lib.conversations.sources import SourceError
 from dflash_lib.conversations.templates import encode_conversation
 from tests.tiny import CHAT_TEMPLATE, make_tokenizer
 
@@ -31,6 +33,9 @@ ROWS = [chat("a", "What is rain?", "Water that falls.", kind="facts"),
         chat("b", "Hi", "Hello, how do you do?", "Well", "That is good to hear.", "trailing"),
         chat("short", "Hi", "")]
 OPTIONS = PrepareOptions(max_length=90, min_supervised=4)
+RAISES = make_tokenizer()
+RAISES.chat_template = ("{% if tools %}{{ raise_exception('no such tool: ' + (tools[0] | first)) }}{% endif %}"
+                        + CHAT_TEMPLATE)
 
 
 def test_rows_are_the_encoded_conversations(tmp_path, tokenizer):
@@ -221,3 +226,42 @@ def test_the_choices_reach_the_mask(tmp_path, tokenizer):
     assert all_turns.fingerprint != last.fingerprint
     other = prepare(path, tokenizer, PrepareOptions(template_kwargs={"unused": 1}))
     assert np.array_equal(all_turns.loss_mask, other.loss_mask) and other.fingerprint != all_turns.fingerprint
+
+
+def test_half_a_character_refuses_its_row_only(tmp_path, tokenizer):
+    """JSON can spell an emoji that was cut in two; no tokenizer takes it, and no file."""
+    path = write(tmp_path / "c.jsonl", chat("half", "Hi", "Hello, \ud83d"), chat("asks", "\udc00", "b"), ROWS[0],
+                 chat("pair", "Hi", "Hello, \ud83d\ude00, how do you do?"))
+    rows = prepare(path, tokenizer, OPTIONS)
+    assert rows.sample_ids == ["a", "pair"] and [entry["id"] for entry in rows.refused] == ["half", "asks"]
+    assert all("half of a character" in entry["reason"] for entry in rows.refused)
+    path = write(tmp_path / "c.jsonl", {**ROWS[0], "tools": [{"\ud83d": 1}]}, chat("b", *"uvwxyz"))
+    refused = prepare(path, RAISES, PrepareOptions(min_supervised=4)).refused
+    assert refused[0]["reason"].endswith("no such tool: \\ud83d")
+
+
+@pytest.mark.parametrize("change", ["rewritten", "replaced", "removed", "broken"])
+def test_a_source_that_changes_meanwhile(tmp_path, tokenizer, monkeypatch, change):
+    """Rows of before and after must not be joined under the hash of before, nor resumed later."""
+    path, add, seen = tmp_path / "c.jsonl", prepare_module._Join.add, []
+    before = [chat(f"r{i}", "Hi", f"Hello number {i:03}") for i in range(60)]
+    after = [chat(f"r{i}", "Hi", f"Other number {i:03}") for i in range(60)]
+
+    def added(join, chunk):
+        add(join, chunk)
+        seen.append(chunk)
+        if len(seen) == 2:
+            if change in ("replaced", "removed"):
+                path.rename(tmp_path / "old.jsonl")
+            if change != "removed":
+                write(path, *(after if change != "broken" else after[:2]))
+
+    write(path, *before)
+    monkeypatch.setattr(prepare_module._Join, "add", added)
+    with pytest.raises(SourceError, match="c.jsonl: was changed while it was being prepared"):
+        prepare(path, tokenizer, OPTIONS, work_dir=tmp_path / "work", chunk_rows=5)
+    assert len(seen) >= 2 and not list((tmp_path / "work").iterdir())
+    monkeypatch.undo()
+    write(path, *before)
+    rows = prepare(path, tokenizer, OPTIONS, work_dir=tmp_path / "work", chunk_rows=5)
+    assert rows.fingerprint == prepare(path, tokenizer, OPTIONS).fingerprint and len(rows) == 60

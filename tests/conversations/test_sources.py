@@ -1,5 +1,6 @@
 """The same rows from every kind of file, and what is said of broken ones."""
 
+import gzip
 import json
 
 import datasets
@@ -177,3 +178,54 @@ def test_folders_that_say_too_little(tmp_path):
     as_parquet(tmp_path / "empty")
     with pytest.raises(SourceError, match="files of several kinds .jsonl, parquet.; name one file"):
         list(read_rows(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(("names", "message"), [
+    (("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"), "several splits .test, train.; name one file"),
+    (("train_sft-00000-of-00001.parquet", "train_gen-00000-of-00001.parquet"), "several splits"),
+    (("chats-00000-of-00001.parquet", "more.parquet"), "several splits"),
+    (("train.parquet", "test.parquet"), "several splits"), (("chats.parquet", "chats_eval.parquet"), "several splits"),
+    (("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"), "2 of 3 files of train are here"),
+    (("part-1.parquet", "part-2.parquet", "contest.parquet"), None), (("train-a.parquet",), None),
+    (("t-00000-of-00002-0a1b2c3d.parquet", "t-00001-of-00002-9f.parquet"), None),
+])
+def test_splits_of_a_folder_are_not_joined(tmp_path, names, message):
+    """The test rows would be trained on without a word, and rows of a shard that is absent be missing."""
+    for name in names:
+        parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / name)
+    if message is None:
+        assert len(list(read_rows(tmp_path))) == 7 * len(names)
+        return
+    with pytest.raises(SourceError, match=message):
+        list(read_rows(tmp_path))
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (gzip.compress(b'{"a": 1}'), "c.jsonl: is gzip-compressed; unpack it"),
+    ('{"a": 1}'.encode("utf-16"), "c.jsonl: is UTF-16"),
+    (b'{"a": 1}\n{"b": ' + b"[" * 100_000, "line 2: not valid JSON"),
+    (b'{"a": ' + b"1" * 5000 + b"}", "line 1: not valid JSON .*digits"),
+    (b"[" + b'{"a": ' + b"1" * 5000 + b"}]", "row 1: not valid JSON .*digits"),
+    (b"[" * 100_000, "row 1: not valid JSON"),
+])
+def test_files_that_are_no_text_and_texts_that_are_too_much(tmp_path, data, message):
+    path = tmp_path / ("c.json" if message.startswith("row") else "c.jsonl")
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=message):
+        _ = [row.value() for row in read_rows(path)]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}\r\n')
+    assert [(row.number, row.value()) for row in read_rows(tmp_path / "c.jsonl")] == [(1, {"a": 1}), (3, {"a": 2})]
+
+
+def test_damage_inside_columnar_files(tmp_path):
+    path = as_parquet(tmp_path)
+    with pytest.raises(SourceError, match="c.parquet: not a whole Parquet file"):
+        path.write_bytes(path.read_bytes()[:-20])
+        count_rows(path)
+    text = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"messages": text}), path)
+    with pytest.raises(SourceError, match="c.parquet: values that cannot be decoded .*utf-8"):
+        next(read_rows(path)).value()

@@ -3,10 +3,12 @@
 import random
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from dflash_lib.conversations.formats import Conversation, ConversationError
 from dflash_lib.conversations.templates import encode_conversation, encode_prompt, segment_conversation
-from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+from tests.tiny import CHAT_TEMPLATE, TEXT, make_tokenizer
 
 SMOLLM2_SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SMOLLM2_TEMPLATE = (
@@ -168,3 +170,42 @@ def test_a_tokenizer_without_end_of_turn_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(ConversationError, match="no eos_token"):
         encode_conversation(tokenizer, conversation(("user", "a"), ("assistant", "b")))
+
+
+LLAMA2 = "{{ bos_token }}{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else " \
+         "' ' + m.content + eos_token }}{% endfor %}"
+ZEPHYR = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}" \
+         "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+REPLACE = normalizers.Replace(" ", "▁")
+
+
+@pytest.mark.parametrize("template", [LLAMA2, ZEPHYR], ids=["llama2", "zephyr"])
+@pytest.mark.parametrize("parts", [
+    {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first", split=False)},
+    {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always", split=False)},
+    {"normalizer": normalizers.Sequence([normalizers.Prepend("▁"), REPLACE])}, {"normalizer": REPLACE},
+    {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, {"rstrip": True, "normalizer": REPLACE},
+], ids=["first", "always", "normalizer", "none", "byte level", "rstrip"])
+def test_tokenizers_that_put_a_space_before_the_first_word(parts, template):
+    """Segments have the tokens that they have in the whole, which is what the target is given and generates: not a
+    space before each of them, as a text of its own would have."""
+    model = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    for name in parts.keys() & {"pre_tokenizer", "normalizer"}:
+        setattr(model, name, parts[name])
+    model.train_from_iterator(TEXT, trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], show_progress=False,
+        initial_alphabet=list("<|>▁\n")))
+    model.add_special_tokens([AddedToken("</s>", rstrip=parts.get("rstrip", False))])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = template
+    chat = conversation(("user", "battery"), ("assistant", "a device"), ("user", " the dog"), ("assistant", "fox"))
+    whole = tokenizer.apply_chat_template(chat.messages, return_dict=False)
+    ids, mask = encode_conversation(tokenizer, chat)
+    assert ids == whole[:len(ids)] and ids[-1] == tokenizer.eos_token_id and set(whole[len(ids):]) <= {
+        *tokenizer("\n", add_special_tokens=False)["input_ids"]}
+    answer = "".join(tokenizer.convert_ids_to_tokens([i for i, on in zip(ids, mask, strict=True) if on]))
+    answer = answer.replace("▁", " ").replace("Ġ", " ").replace("  ", " ")
+    assert answer == (" a device</s> fox</s>" if template is LLAMA2 else "a device</s>fox</s>")
+    prompt = Conversation("c", chat.messages[:3])
+    assert encode_prompt(tokenizer, prompt) == tokenizer.apply_chat_template(
+        prompt.messages, add_generation_prompt=True, return_dict=False)

@@ -233,3 +233,33 @@ def test_free_memory(monkeypatch, tmp_path):
         (tmp_path / "memory.max").write_text(text)
         (tmp_path / "memory.current").write_text("300")
         assert list(cgroup_free(tmp_path)) == left
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"dtype": "float8_e4m3fn"}, "dtype: 'float8_e4m3fn' is no floating dtype to compute in"),
+    ({"max_perplexity": "low"}, "max_perplexity: 'low' is no number")])
+def test_arguments_that_make_no_sense(folder, nothing_loads, values, message):
+    with pytest.raises(TargetError, match=message):
+        load_target(folder, **values)
+
+
+@pytest.mark.parametrize("name", [None, "", 5])
+def test_no_name_at_all(nothing_loads, name):
+    with pytest.raises(TargetError, match="is no model folder and no hub id"):
+        load_target(name)
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"num_hidden_layers": "six"}, "config.json: .*num_hidden_layers.* expected int"),
+    ({"quantization_config": "fp8"}, "config.json: quantization_config is no object, found 'fp8'")])
+def test_values_of_a_wrong_type_in_the_configuration(folder, nothing_loads, values, message):
+    change_config(folder, **values)
+    with pytest.raises(TargetError, match=f"(?s){message}"):
+        load_target(folder)
+
+
+def test_an_adapter_beside_the_weights(folder, nothing_loads):
+    """Without peft it would be left out without a word, with peft its base model might be loaded in place of these."""
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some-org/base"}')
+    with pytest.raises(TargetError, match="holds an adapter .*Merge it into its model"):
+        load_target(folder)

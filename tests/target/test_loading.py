@@ -77,8 +77,12 @@ def test_a_broken_index(folder):
     index.write_text("{}")
     with pytest.raises(TargetError, match="has no weight_map"):
         load_target(folder)
+    for text in ("[]", '"x"', '{"weight_map": ["x"]}', '{"weight_map": {"x": 5}}', '{"weight_map": {}}'):
+        index.write_text(text)
+        with pytest.raises(TargetError, match="has no weight_map"):
+            load_target(folder)
     index.write_text('{"weight_map": {')
-    with pytest.raises(ValueError, match="not valid JSON"):
+    with pytest.raises(TargetError, match="not valid JSON.*Download it again"):
         load_target(folder)
 
 

@@ -53,6 +53,13 @@ def test_samples_are_drawn_from_the_targets_distribution(tiny_talker):
     assert (counts - expected).abs().max() < 0.04 and counts[expected == 0].sum() == 0
 
 
+@pytest.mark.parametrize("wrong", [{"num_prompts": 0}, {"max_new_tokens": 0}, {"top_k": 0}, {"batch_size": -1},
+                                   {"temperature": 0.0}])
+def test_options_that_draw_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        PromptOptions(**{**vars(OPTIONS), **wrong})
+
+
 def test_bad_input(tiny_talker, ending, tmp_path, monkeypatch):
     (tmp_path / "there.jsonl").write_text("kept")
     with pytest.raises(ValueError, match="is there already"):

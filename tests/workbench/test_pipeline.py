@@ -205,7 +205,9 @@ job.kill()
 def interrupted(job, signal_number):
     """Starts the job in another process, sends it the signal while 02_b sleeps; its exit code and the pids it left."""
     write_notebook(job / "notebooks", "02_b", "", opening("02_b"), SLEEPER, finishing())
-    code = ("from tests.workbench.fake_notebooks import options\nfrom pathlib import Path\n"
+    # a shell's background job ignores SIGINT, and what it starts inherits that
+    code = ("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "from tests.workbench.fake_notebooks import options\nfrom pathlib import Path\n"
             "from dflash_lib.workbench.pipeline import run_pipeline\n"
             f"run_pipeline(options(Path({str(job)!r})))")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.DEVNULL,

@@ -1,0 +1,49 @@
+"""The shipped conversations are what their sidecar says, and the script that mixes them loses nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dflash_lib.conversations.formats import read_conversations
+from dflash_lib.files import read_json
+from dflash_lib.workbench.runs import REPOSITORY
+
+DATA = REPOSITORY / "data"
+
+
+def test_the_demo_conversations_are_those_of_their_sidecar():
+    meta = read_json(DATA / "demo_conversations.jsonl.meta.json")
+    conversations = list(read_conversations(DATA / "demo_conversations.jsonl"))
+    answers = [m for c in conversations for m in c.messages if m["role"] == "assistant"]
+    assert len(conversations) == meta["conversations"] == sum(part["conversations"] for part in meta["parts"])
+    assert sum(len(m["token_ids"]) for m in answers) == meta["generated_tokens"]
+    assert sum(m["finish_reason"] == "length" for m in answers) == sum(p["finished_by_length"] for p in meta["parts"])
+
+
+@pytest.fixture
+def parts(tmp_path):
+    for name, texts in (("a", ["one\u2028line", "two"]), ("b", ["three"])):
+        rows = [{"id": f"{name}{i}", "messages": [{"role": "user", "content": text}]} for i, text in enumerate(texts)]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (tmp_path / f"{name}.jsonl.meta.json").write_text(json.dumps({"generated_tokens": len(rows)}))
+    return [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+
+
+def mix(out, *parts):
+    return subprocess.run([sys.executable, DATA / "mix_conversations.py", out, *parts], capture_output=True, text=True)
+
+
+def test_mixing_keeps_every_line(parts, tmp_path):
+    done = mix(tmp_path / "out.jsonl", *parts)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").split("\n")
+    assert sorted(lines) == sorted("".join(p.read_text(encoding="utf-8") for p in parts).split("\n")[:-1] + [""])
+    assert read_json(tmp_path / "out.jsonl.meta.json")["generated_tokens"] == 3
+
+
+def test_an_id_that_two_parts_have_is_refused(parts, tmp_path):
+    assert "2 ids occur twice" in mix(tmp_path / "out.jsonl", parts[0], parts[0]).stderr
+    assert not (tmp_path / "out.jsonl").exists()
