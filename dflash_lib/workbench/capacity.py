@@ -4,9 +4,11 @@ The target is built on PyTorch's meta device, so the counts are those of the ver
 neither is a weight read nor a byte of memory taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -18,9 +20,12 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import ChatTemplate, encode_conversation
-from dflash_lib.files import human_bytes
+from dflash_lib.conversations.chunks import ERRORS, encode_chunk
+from dflash_lib.conversations.formats import ConversationError, RowFormat
+from dflash_lib.conversations.prepared_rows import PrepareOptions
+from dflash_lib.conversations.rendering import ChatTemplate
+from dflash_lib.conversations.sources import count_rows, read_rows
+from dflash_lib.files import human_bytes, nearest_existing, read_json
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
@@ -75,27 +80,54 @@ class Resources:
         return self.disk_free + self.disk_stored
 
 
+@contextmanager
+def configuration_faults(model: Path | str) -> Iterator[None]:
+    """Turns whatever goes wrong with a configuration's values inside the `with` block into a TargetError: the modelling
+    code of Transformers meets a missing or impossible one with any kind of exception."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except Exception as error:  # noqa: BLE001  see above; nothing is swallowed
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise TargetError(f"{model}/config.json: no target can be made of these values ({type(error).__name__}: "
+                          f"{reason}). Compare it with the publisher's.") from error
+
+
+def meta_network(config: PreTrainedConfig, model: Path | str, dtype: torch.dtype | None = None) -> nn.Module:
+    """The causal language model of a text tower's configuration on the meta device. Raises TargetError when its values
+    do not make one, or when width or depth are not named: Transformers would fill in those of some other model."""
+    raw = read_json(Path(model) / "config.json")
+    sections = [raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw, *raw.values()]
+    for name in ("hidden_size", "num_hidden_layers"):
+        names = (name, config.attribute_map.get(name, name))
+        if not any(key in section for section in sections if isinstance(section, dict) for key in names):
+            raise TargetError(f"{model}/config.json: names no {name}. Is it the whole file of the publisher?")
+    with configuration_faults(model), torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        if not len(network.get_decoder().layers) or not all(p.numel() for p in network.parameters()):
+            raise ValueError("a size in it is 0")
+    return network
+
+
 def target_size(model: Path | str) -> TargetSize:
     """Sizes of the target whose config.json lies in the folder `model`; nothing else is needed there.
 
     A vision tower and multi-token-prediction layers are counted apart. Raises TargetError for a missing or unreadable
-    configuration, or one that is not of a causal language model.
+    configuration, one that is not of a causal language model, and one whose values make none.
     """
     whole = read_config(model)
     config = text_tower(whole, model)
-    try:
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise TargetError(f"{model}/config.json: not a causal language model ({error})") from error
+    network = meta_network(config, model)
     parameters = dict.fromkeys(PARTS, 0)
     for name, parameter in network.named_parameters():  # a tied head comes once, as the embedding
         parameters[_part(name, network)] += parameter.numel()
-    idle = 0
-    if parameters["experts"]:
-        num_experts = getattr(config, "num_experts", None) or config.num_local_experts
-        idle = parameters["experts"] * (num_experts - config.num_experts_per_tok) // num_experts
-    others = (_vision_parameters(whole, config), _mtp_parameters(config, network))
+    with configuration_faults(model):
+        idle = 0
+        if parameters["experts"]:
+            num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+            idle = parameters["experts"] * (num_experts - config.num_experts_per_tok) // num_experts
+        others = (_vision_parameters(whole, config, network), _mtp_parameters(config, network))
     not_loaded = dict(zip(NOT_LOADED, others, strict=True))
     return TargetSize(model_type=config.model_type, num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
                       vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v},
@@ -103,13 +135,12 @@ def target_size(model: Path | str) -> TargetSize:
                       not_loaded={k: v for k, v in not_loaded.items() if v})
 
 
-def _vision_parameters(whole: PreTrainedConfig, text: PreTrainedConfig) -> int:
+def _vision_parameters(whole: PreTrainedConfig, text: PreTrainedConfig, language: nn.Module) -> int:
     """Parameters of a wrapper beside its language model: what the two differ by."""
     if whole.get_text_config() is whole or type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return 0
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(whole)
-        language = AutoModelForCausalLM.from_config(text)
     return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in language.parameters())
 
 
@@ -182,42 +213,45 @@ class DataSize:
         return round(self.num_conversations * self.mean_length)
 
 
-def data_size(conversations: Path | str, tokenizer, max_samples: int | None, max_length: int,
-              num_probes: int = 200) -> DataSize:
-    """How much there is to extract, from `num_probes` conversations spread over the file.
+def data_size(conversations: Path | str, tokenizer, options: PrepareOptions, num_probes: int = 200) -> DataSize:
+    """How much there is to extract, from `num_probes` conversations spread over the file, prepared with these options.
 
-    Conversations that the preparation would refuse (too long, or without a usable mask) count neither here nor there.
-    Raises ConversationError for a broken file, or when none of the probes can be used.
+    Conversations that the preparation would refuse (too long, or without a usable mask) count neither here nor there,
+    and one that it would cut counts as cut. Raises FileNotFoundError, SourceError and ConversationError for a broken
+    file, and ConversationError when none of the probes can be used.
     """
-    total = sum(1 for _ in read_conversations(conversations))
+    total = count_rows(conversations)
+    if total is None:
+        total = sum(1 for _ in read_rows(conversations))
     step = max(total // num_probes, 1)
-    lengths, num_probed, template = [], 0, ChatTemplate(tokenizer)
-    for i, conversation in enumerate(read_conversations(conversations)):
-        if i % step:
-            continue
-        num_probed += 1
-        try:
-            length = len(encode_conversation(template, conversation)[0])
-        except ConversationError:
-            continue  # the preparation refuses it too, and reports it with its reason
-        if length <= max_length:
-            lengths.append(length)
-    if not lengths:
-        raise ConversationError(f"{conversations}: none of {num_probed} conversations looked at can be used with "
-                                f"max_length {max_length}")
-    usable = round(total * len(lengths) / num_probed)
-    return DataSize(num_conversations=usable if max_samples is None else min(usable, max_samples),
-                    num_probed=num_probed, mean_length=sum(lengths) / len(lengths))
+    probes = [row for i, row in enumerate(read_rows(conversations)) if i % step == 0]
+    if not probes:
+        raise ConversationError(f"{conversations}: holds no conversation")
+    chunk = encode_chunk(ChatTemplate(tokenizer, options.template), probes, options, RowFormat())
+    if chunk.error is not None:
+        raise ERRORS[chunk.error["type"]](chunk.error["message"])
+    if not len(chunk.lengths):
+        raise ConversationError(f"{conversations}: none of {len(probes)} conversations looked at can be used; the "
+                                f"first: {chunk.refused[0]['reason']}")
+    usable = round(total * len(chunk.lengths) / len(probes))
+    return DataSize(num_conversations=min(usable, options.max_samples or usable), num_probed=len(probes),
+                    mean_length=float(chunk.lengths.mean()))
+
+
+def prepare_options(params: dict[str, Any]) -> PrepareOptions:
+    """How a job's parameters have conversations prepared. Raises ValueError for values that cannot be."""
+    return PrepareOptions(
+        max_samples=params["max_samples"], max_length=params["max_length"], too_long=params["too_long"],
+        min_supervised=params["block_size"], turns=params["turns"], thinking=params["thinking"],
+        template_kwargs=params["template_kwargs"] or {})
 
 
 def resources(store: Path | str, device: str = "cpu") -> Resources:
-    """What this machine has free; the folder `store` need not exist yet."""
-    folder = next(p for p in (Path(store).absolute(), *Path(store).absolute().parents) if p.exists())
-    disk = psutil.disk_usage(str(folder))
+    """What this machine has free; the folder `store` need not exist yet. Raises TargetError for a device that PyTorch
+    cannot use."""
+    disk = psutil.disk_usage(str(nearest_existing(store)))
     stored = sum(path.stat().st_size for path in Path(store).glob("shard-*.h5"))
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if device.startswith("cuda") and not gpus:
-        raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
     return Resources(memory_free=free_memory(device), disk_free=disk.free, disk_stored=stored,
                      num_cpus=psutil.cpu_count() or 1, gpus=gpus)
 
@@ -232,8 +266,14 @@ class DecodingState:
 
 
 def decoding_state(model: Path | str, num_tokens: int, dtype: torch.dtype | str = "bfloat16") -> DecodingState:
-    """What one sequence of `num_tokens` tokens keeps. Recurrent states are float32 in Transformers' fallback."""
+    """What one sequence of `num_tokens` tokens keeps. Recurrent states are float32 in Transformers' fallback. Raises
+    TargetError for a configuration that makes no target."""
     config, itemsize = text_tower(read_config(model), model), _dtype(dtype).itemsize
+    with configuration_faults(model):
+        return _decoding_state(config, num_tokens, itemsize)
+
+
+def _decoding_state(config: PreTrainedConfig, num_tokens: int, itemsize: int) -> DecodingState:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     kv_cache = recurrent = 0

@@ -21,10 +21,10 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from dflash_lib.files import human_bytes
+from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
-from dflash_lib.target.hub import is_hub_id
+from dflash_lib.target.hub import find_cached, is_hub_id
 from dflash_lib.target.memory import free_memory
 from dflash_lib.workbench.capacity import target_size
 from dflash_lib.workbench.runs import REPOSITORY
@@ -45,6 +45,9 @@ class Line:
     found: str
     to_do: str = ""
 
+    def __post_init__(self) -> None:
+        assert self.level == GREEN or self.to_do, f"{self.what}: what is not green says what to do"
+
     def __str__(self) -> str:
         return f"{self.level:<6} {self.what:<18} {self.found}" + (f"\n{'':26}-> {self.to_do}" if self.to_do else "")
 
@@ -55,7 +58,7 @@ def examine(data: Path | str, model: str | None = None, dtype: str = "bfloat16",
     gpus = gpu_lines()
     config = _config(model)
     lines = [*version_lines(), *gpus, kernel_line(config, on_gpu=torch.cuda.is_available()), flex_line()]
-    folder = next(p for p in (Path(data).absolute(), *Path(data).absolute().parents) if p.exists())
+    folder = nearest_existing(data)
     lines += [disk_line(folder), *lock_lines(folder), files_line(), shared_memory_line(), hub_line()]
     if model is not None:
         lines += model_lines(model, dtype, device)
@@ -112,7 +115,8 @@ def version_lines() -> list[Line]:
 def _nvidia_smi(*query: str) -> list[list[str]]:
     done = subprocess.run(["nvidia-smi", *query, "--format=csv,noheader,nounits"], capture_output=True, text=True,
                           timeout=30, check=True)
-    return [[field.strip() for field in row] for row in csv.reader(io.StringIO(done.stdout)) if row]
+    rows = [[field.strip() for field in row] for row in csv.reader(io.StringIO(done.stdout))]
+    return [row for row in rows if len(row) == query[0].count(",") + 1]  # others are remarks ("No devices were found")
 
 
 def gpu_lines() -> list[Line]:
@@ -191,7 +195,9 @@ class DiskSpeed:
 
 
 def disk_speed(folder: Path | str, num_bytes: int = PROBE_BYTES) -> DiskSpeed:
-    """Writes, reads and removes a file in `folder`. Raises OSError when that is not possible."""
+    """Writes, reads and removes a file in `folder`, or where it would be made. Raises OSError when that is not
+    possible."""
+    folder = nearest_existing(folder)
     block = os.urandom(1_000_000)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".dflash-probe-") as file:
         began = time.perf_counter()
@@ -229,30 +235,38 @@ def disk_line(folder: Path) -> Line:
 
 def lock_lines(folder: Path) -> list[Line]:
     """Whether files there can be locked, which keeps two runs apart, and whether HDF5 can lock and reopen its own."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".dflash-locks-") as inside:
+            return [_lock_line(folder, Path(inside)), *_hdf5_lines(Path(inside))]
+    except OSError as error:
+        return [Line(RED, "file locks", f"{folder}: cannot be tried ({error.strerror})", "choose another folder")]
+
+
+def _lock_line(folder: Path, inside: Path) -> Line:
+    try:
+        with open(inside / "lock", "w") as first, open(inside / "lock", "w") as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Line(GREEN, "file locks", "work on the data folder")
+            return Line(RED, "file locks", f"{folder}: a lock keeps nobody out", "put runs_dir on another file system")
+    except OSError as error:
+        return Line(RED, "file locks", f"{folder}: {error.strerror}", "put runs_dir on another file system")
+
+
+def _hdf5_lines(inside: Path) -> list[Line]:
     import h5py
 
-    lines = []
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".dflash-locks-") as inside:
-        try:
-            with open(Path(inside) / "lock", "w") as first, open(Path(inside) / "lock", "w") as second:
-                fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                try:
-                    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    lines.append(Line(RED, "file locks", f"{folder}: a lock keeps nobody out",
-                                      "put runs_dir on another file system"))
-                except BlockingIOError:
-                    lines.append(Line(GREEN, "file locks", "work on the data folder"))
-        except OSError as error:
-            lines.append(Line(RED, "file locks", f"{folder}: {error.strerror}", "put runs_dir on another file system"))
-        try:
-            with h5py.File(Path(inside) / "probe.h5", "w") as file:
-                file["x"] = [1]
-            with h5py.File(Path(inside) / "probe.h5") as file:
-                assert file["x"][0] == 1
-        except OSError as error:
-            lines.append(Line(AMBER, "HDF5 locks", str(error).splitlines()[0],
-                              "export HDF5_USE_FILE_LOCKING=FALSE (NFS, ZFS): safe, since a shard has one writer"))
-    return lines
+    try:
+        with h5py.File(inside / "probe.h5", "w") as file:
+            file["x"] = [1]
+        with h5py.File(inside / "probe.h5") as file:
+            assert file["x"][0] == 1
+    except OSError as error:
+        return [Line(AMBER, "HDF5 locks", str(error).splitlines()[0],
+                     "export HDF5_USE_FILE_LOCKING=FALSE (NFS, ZFS): safe, since a shard has one writer")]
+    return []
 
 
 def files_line() -> Line:
@@ -281,7 +295,7 @@ def hub_line() -> Line:
     from huggingface_hub import constants, get_token
 
     cache = Path(constants.HF_HUB_CACHE)
-    there = next(p for p in (cache.absolute(), *cache.absolute().parents) if p.exists())
+    there = nearest_existing(cache)
     free = shutil.disk_usage(there).free
     found = (f"cache {cache} ({human_bytes(free)} free), token {'set' if get_token() else 'not set'}"
              + (", offline" if constants.HF_HUB_OFFLINE else ""))
@@ -291,23 +305,37 @@ def hub_line() -> Line:
 
 
 def _config(model: str | None):
-    """The text tower's configuration of a local folder; None when it cannot be had without a download."""
+    """The text tower's configuration of a folder or of a hub id that is here; None when it cannot be had."""
+    folder = None if model is None else _folder(model)
     try:
-        return None if model is None or is_hub_id(model.partition("@")[0]) else text_tower(read_config(model), model)
+        return None if folder is None else text_tower(read_config(folder), folder)
     except TargetError:
         return None  # `model_lines` says why
 
 
+def _folder(model: str) -> Path | None:
+    """The folder of a target; None for a hub id that is not in the cache."""
+    return find_cached(model) if is_hub_id(model.partition("@")[0]) else Path(model)
+
+
 def model_lines(model: str, dtype: str, device: str) -> list[Line]:
     """Whether the target is here, and whether its weights fit; nothing is downloaded."""
-    if is_hub_id(model.partition("@")[0]):
-        return [Line(AMBER, "target", f"{model}: a hub id; not looked at, to download nothing",
-                     "hf download it, and give its folder for sizes")]
+    from huggingface_hub import constants
+
+    folder = _folder(model)
+    if folder is None:
+        return [Line(RED, "target", f"{model}: not a folder; a hub id that is not in the cache, and HF_HUB_OFFLINE=1",
+                     "unset HF_HUB_OFFLINE, or give a folder") if constants.HF_HUB_OFFLINE else
+                Line(AMBER, "target", f"{model}: not a folder; a hub id that was not downloaded yet, so not looked at",
+                     f"hf download {model.partition('@')[0]}, or check the name")]
     try:
-        size = target_size(model)
+        size = target_size(folder)
+    except TargetError as error:
+        return [Line(RED, "target", " ".join(str(error).split()), "give a model's folder in Hugging Face layout")]
+    try:
         needed, free = size.weight_bytes(dtype), free_memory(device)
-    except (TargetError, ValueError) as error:
-        return [Line(RED, "target", str(error), "give a folder in Hugging Face layout")]
+    except ValueError as error:
+        return [Line(RED, "target", str(error), "change dtype or device")]
     found = f"{size.model_type}, {size.num_parameters / 1e9:.4g} B parameters, {human_bytes(needed)} in {dtype}"
     if needed > free:
         return [Line(RED, "target", f"{found}; {human_bytes(free)} free on {device}",

@@ -14,23 +14,26 @@ from typing import Any
 
 import torch
 
-from dflash_lib.conversations.formats import ConversationError
 from dflash_lib.decoding.cache import DecodingError, new_cache
 from dflash_lib.drafter.training import TrainOptions
-from dflash_lib.files import human_bytes
+from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.capture import default_layer_ids
 from dflash_lib.target.errors import TargetError
-from dflash_lib.target.hub import is_hub_id
+from dflash_lib.target.hub import find_cached, is_hub_id
 from dflash_lib.target.loading import load_tokenizer
 from dflash_lib.target.memory import free_memory
-from dflash_lib.workbench.capacity import bytes_per_token, data_size, target_size
+from dflash_lib.workbench.capacity import TargetSize, bytes_per_token, data_size, prepare_options, target_size
 from dflash_lib.workbench.doctor import RED, version_lines
-from dflash_lib.workbench.gpu_plan import Rates, measured_rates
+from dflash_lib.workbench.gpu_plan import Limits, Rates, Work, measured_rates, plan_gpus
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
 from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
+from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder
 
+DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
+COUNTS = ("max_length", "num_aux_layers", "token_budget", "num_workers", "gpus", "epochs", "eval_prompts",
+          "eval_max_new_tokens", "num_statistics_samples", "decode_tokens_s", "steps")  # that nothing else checks
 DECODINGS = 2  # how often 07_evaluate decodes each prompt, about: plain and speculative
 
 
@@ -77,12 +80,15 @@ def _bytes(num: float) -> str:
     return human_bytes(num) if num else "-"
 
 
-def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str | None = None) -> JobPlan:
-    """The plan of a job. Raises ValueError and FileNotFoundError for a parameter file that cannot be used (a mask
-    token that is no row of the embedding, say), and TargetError when no config.json of the target can be read without
-    a download.
+def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str | None = None, *,
+             start: str | None = None, stop: str | None = None, only: str | None = None) -> JobPlan:
+    """The plan of a job, or of the notebooks from `start` to `stop` or `only` one. Raises ValueError and
+    FileNotFoundError for a parameter file that cannot be used (a mask token that is no row of the embedding, say), and
+    TargetError when no config.json of the target can be read without a download.
     """
     params = resolve_parameters(read_parameters_file(params_file), all_declarations(notebook_paths()), str(params_file))
+    chosen = [path.stem for path in choose_notebooks(notebook_paths(), start, stop, only)]
+    _check_counts(params, str(params_file))
     folder = (runs_dir or runs_folder(params)) / (run_id or Path(params_file).stem)
     plan = JobPlan(params_file=str(params_file), folder=folder)
     config_folder, here = find_config(params)
@@ -101,11 +107,15 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     plan.facts += [
         f"target: {size.model_type}, {size.num_parameters / 1e9:.4g} B parameters, {human_bytes(weights)} in "
         f"{params['dtype']}; tapped layers {list(layer_ids)} and the last one",
+        f"        {_parts(size)}",
+        f"drafter: {human_bytes(training.parts['drafter'])} in float32, with gradients and optimizer "
+        f"{human_bytes(sum(training.parts[name] for name in DRAFTER_PARTS))}",
         f"data: {num_samples:,} samples of {mean_length:,.0f} tokens, {num_tokens:,} tokens; "
         f"{params['steps'] * params['batch_samples'] / num_samples:.3g} epochs of training",
         f"store: {store}, {each:,.0f} bytes a token in {params['encoding']}, {human_bytes(num_tokens * each)}",
         f"rates ({rates.source}): {rates.extract_tokens_s:,.0f} tokens/s extracted and {rates.train_tokens_s:,.0f} "
-        f"trained a process, disk {rates.disk_write_mb_s:,.0f} MB/s"]
+        f"trained a process, disk {rates.disk_write_mb_s:,.0f} MB/s",
+        *_gpu_facts(params, rates, num_tokens, each, store)]
     one = f"1 on {device}"
     extracting = num_tokens / min(workers * rates.extract_tokens_s, write) / 3600  # then all is read, to verify it
     decoded = params["eval_prompts"] * params["eval_max_new_tokens"] * DECODINGS
@@ -123,9 +133,10 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
                   hours=load + trained / min(TRAINING_PROCESSES * rates.train_tokens_s, read) / 3600),
         StagePlan(notebook="07_evaluate", resources=one, memory=capture.static, reads=weights,
                   hours=load + decoded / params["decode_tokens_s"] / 3600)]
+    plan.stages = [stage for stage in plan.stages if stage.notebook in chosen]
     plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_devices(params),
                        *_too_little_memory(plan, params), *_disks(store, folder, num_tokens * each),
-                       *_target_obstacles(config_folder, params),
+                       *(_target_obstacles(config_folder, params) if "07_evaluate" in chosen else []),
                        *(f"{line.found}: {line.to_do}" for line in version_lines() if line.level == RED)]
     return plan
 
@@ -134,26 +145,13 @@ def find_config(params: dict[str, Any]) -> tuple[Path, Path | None]:
     """The folder whose config.json describes the target, and the folder of the target itself (None = not on this
     machine). Only what is here is looked at."""
     given = REPOSITORY / Path(params["model"]).expanduser()
-    here = given if given.is_dir() else _in_hub_cache(params["model"])
+    here = given if given.is_dir() else find_cached(params["model"])
     if params["model_config"]:
         return REPOSITORY / Path(params["model_config"]).expanduser(), here
     if here is None:
         raise TargetError(f"model: {params['model']} is not on this machine, and --plan downloads nothing. Give a "
                           "folder with its config.json as model_config.")
     return here, here
-
-
-def _in_hub_cache(model: str) -> Path | None:
-    """The folder of a hub id's files, when its config.json and weights were downloaded before."""
-    name, _, revision = model.partition("@")
-    if not is_hub_id(name):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    for file in ("model.safetensors", "model.safetensors.index.json"):
-        if isinstance(found := try_to_load_from_cache(name, file, revision=revision or None), str):
-            return Path(found).parent
-    return None
 
 
 def job_rates(params: dict[str, Any], folder: Path) -> Rates:
@@ -181,7 +179,7 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
         block_size=params["block_size"], mask_token_id=params["mask_token_id"], num_layers=params["num_drafter_layers"],
         intermediate_size=params["drafter_intermediate_size"], draft_vocab_size=params["draft_vocab_size"],
         batch_samples=params["batch_samples"], anchors_per_sample=params["anchors_per_sample"],
-        average=params["average"], kl_weight=params["kl_weight"])
+        slots_per_anchor=params["slots_per_anchor"], average=params["average"], kl_weight=params["kl_weight"])
     return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"])
 
 
@@ -190,13 +188,13 @@ def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> tuple[int
     path = REPOSITORY / Path(params["conversations"]).expanduser()
     if path.exists() and here is not None:
         try:
-            data = data_size(path, load_tokenizer(here), params["max_samples"], params["max_length"])
+            data = data_size(path, load_tokenizer(here), prepare_options(params))
             return data.num_conversations, data.mean_length
-        except (ConversationError, TargetError) as error:
-            plan.obstacles.append(str(error))
+        except (ValueError, OSError) as error:  # broken conversations or no tokenizer: it stops the job, not the plan
+            plan.obstacles.append(f"conversations: {error}")
     if params["max_samples"] is None:
         raise FileNotFoundError(f"conversations: {path} cannot be counted here; set max_samples to plan without it")
-    plan.facts.append("data or tokenizer are not here: every sample is taken to be as long as max_length allows")
+    plan.facts.append("data: not counted here, so max_samples of max_length tokens each, which is the most it can be")
     return params["max_samples"], float(params["max_length"])
 
 
@@ -205,7 +203,7 @@ def _missing_inputs(params: dict[str, Any], here: Path | None, weights: int) -> 
     if here is None and is_hub_id(params["model"].partition("@")[0]):
         from huggingface_hub import constants
 
-        free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
+        free = shutil.disk_usage(nearest_existing(constants.HF_HUB_CACHE)).free
         if constants.HF_HUB_OFFLINE:
             found.append(f"model: {params['model']} is not here, and HF_HUB_OFFLINE=1 forbids to download it")
         elif free < weights:
@@ -233,31 +231,62 @@ def _too_few_devices(params: dict[str, Any]) -> list[str]:
 
 def _too_little_memory(plan: JobPlan, params: dict[str, Any]) -> list[str]:
     """Stages whose memory is more than what is free: of each GPU, or of main memory for all processes together."""
-    on_gpu = params["device"].startswith("cuda") and torch.cuda.device_count() > 0
-    free = free_memory("cuda:0" if params["device"] == "cuda" else params["device"]) if on_gpu else free_memory()
+    on_gpu = params["device"].startswith("cuda")
+    if on_gpu and torch.cuda.device_count() == 0:
+        return []  # said already
+    try:
+        free = free_memory(params["device"])
+    except TargetError as error:
+        return [str(error)]
     found = []
     for stage in plan.stages:
         needed = stage.memory if on_gpu or stage.notebook != "04_extract" else stage.memory * params["num_workers"]
-        if needed > free and (on_gpu or not params["device"].startswith("cuda")):
+        if needed > free:
             found.append(f"{stage.notebook}: takes {human_bytes(needed)} of memory, {human_bytes(free)} are free on "
                          f"{params['device']}; lower token_budget (04) or batch_samples and draft_vocab_size (06)")
     return found
 
 
-def _existing(path: Path) -> Path:
-    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+def _parts(size: TargetSize) -> str:
+    """Parameters by part, largest first, then what is not loaded."""
+    parts = sorted(size.parameters.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{name} {num / 1e9:.4g} B" for name, num in parts)
+    if size.num_active < size.num_parameters:
+        text += f"; {size.num_active / 1e9:.4g} B work on a token"
+    others = ", ".join(f"{name} {num / 1e9:.3g} B" for name, num in size.not_loaded.items())
+    return text + (f"; not loaded: {others}" if others else "")
+
+
+def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: float, store: Path) -> list[str]:
+    """The GPU plan's winner (01_capacity shows all of it)."""
+    limit = params["max_disk_tb"]
+    disk = shutil.disk_usage(nearest_existing(store)).free if limit is None else limit * 1e12
+    work = Work(num_tokens=num_tokens, epochs=params["epochs"], bytes_per_token=each)
+    plan = plan_gpus(params["gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
+    return [f"{params['gpus']} GPUs, {params['epochs']} epochs, {disk / 1e12:.3g} TB: {plan.sentence()}"]
+
+
+def _check_counts(params: dict[str, Any], where: str) -> None:
+    """Raises ValueError for a count or rate of 0 or less, which would divide by it or plan nothing."""
+    wrong = [f"{name} {params[name]}" for name in COUNTS if not params[name] > 0]
+    if wrong:
+        raise ValueError(f"{where}: above 0 is needed for {', '.join(wrong)}")
+    prepare_options(params)
 
 
 def _disks(store: Path, folder: Path, needed: float) -> list[str]:
     found = []
     for name, path in (("store_dir", store), ("runs_dir", folder)):
-        if not os.access(_existing(path), os.W_OK):
-            found.append(f"{name}: {_existing(path)} cannot be written, so {path} cannot be made")
-    there = sum(file.stat().st_size for file in store.glob("shard-*.h5")) if store.is_dir() else 0
-    free = shutil.disk_usage(_existing(store)).free + there
+        there = nearest_existing(path)
+        if not there.is_dir():
+            found.append(f"{name}: {there} is a file, so {path} cannot be made")
+        elif not os.access(there, os.W_OK):
+            found.append(f"{name}: {there} cannot be written, so {path} cannot be made")
+    stored = sum(file.stat().st_size for file in store.glob("shard-*.h5")) if store.is_dir() else 0
+    free = shutil.disk_usage(nearest_existing(store)).free + stored
     if needed > free:
         found.append(f"store_dir: the hidden states take {human_bytes(needed)}, {human_bytes(free)} are free for them "
-                     f"at {_existing(store)}; lower max_samples, or take another disk or encoding")
+                     f"at {nearest_existing(store)}; lower max_samples, or take another disk or encoding")
     return found
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from transformers import AutoModelForCausalLM
 
 from dflash_lib.drafter.dataset import Batch
 from dflash_lib.drafter.network import DFlashDrafter
@@ -33,6 +32,7 @@ from dflash_lib.target.capture import HiddenStateTap, check_layer_ids
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.loading import Target, parse_dtype
+from dflash_lib.workbench.capacity import configuration_faults, meta_network
 
 META = torch.device("meta")
 FLA_CHUNK = 64
@@ -122,9 +122,12 @@ def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=
 
 
 def fla_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_) -> tuple:
-    """The tensors that flash-linear-attention's chunked forward allocates (0.4's source), without their values.
+    """The tensors that flash-linear-attention's chunked forward allocates, without their values.
 
-    query, key [B, T, G, K], value [B, T, H, V], g and beta [B, T, H].
+    query, key [B, T, G, K], value [B, T, H, V], g and beta [B, T, H]. Read in its Python code of early 2026
+    (fla/ops/gated_delta_rule/chunk.py at commit 0315a70: the chunks' scores in float32 until they are solved, all else
+    alive until the output is there), not measured: tests/gpu/check_capacity.py would, where it is installed. Other
+    releases may fuse more, and take less.
     """
     batch, tokens, heads, value_dim = value.shape
     wide, chunks = (batch, tokens, heads, key.shape[-1]), -(-tokens // FLA_CHUNK)
@@ -132,11 +135,11 @@ def fla_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, b
     g = torch.empty_like(g, dtype=torch.float32)  # summed up within chunks
     scores = torch.empty(batch, tokens, heads, FLA_CHUNK, dtype=torch.float32, device=META)
     solved = torch.empty_like(scores, dtype=key.dtype)
-    kept = [key.new_empty(wide), torch.empty_like(value)]  # w and u
-    del scores, solved
+    del scores
+    kept = [solved, key.new_empty(wide), torch.empty_like(value)]  # w and u
     kept += [key.new_empty(batch, chunks, heads, key.shape[-1], value_dim), torch.empty_like(value)]
     out = torch.empty_like(value)
-    del kept
+    del kept, solved
     return out, None
 
 
@@ -170,8 +173,7 @@ def fast_kernels_on(device: str) -> bool:
 def meta_target(model: Path | str, dtype: torch.dtype | str) -> Target:
     """The text tower of the folder `model` on the meta device, in `dtype`, as `load_target` would have it."""
     config = text_tower(read_config(model), model)
-    with META:
-        network = AutoModelForCausalLM.from_config(config, dtype=parse_dtype(dtype))
+    network = meta_network(config, model, parse_dtype(dtype))
     return Target(Path(model), network.eval().requires_grad_(False), None, None)
 
 
@@ -216,7 +218,8 @@ def capture_memory(model: Path | str, layer_ids: Sequence[int], num_rows: int, n
     for kind in dict.fromkeys(kind_of):
         number = depth - 1 - kind_of[::-1].index(kind)
         held = sum(k < number for k in kept_ids) + (number > 0 and number - 1 not in kept_ids)  # its input, too
-        with _one_layer(target, number), _linear_attention(target.layers, fast_kernels), MemoryTracker() as tracker:
+        with (configuration_faults(model), _one_layer(target, number),
+              _linear_attention(target.layers, fast_kernels), MemoryTracker() as tracker):
             for tensor in (*target.model.parameters(), *target.model.buffers()):
                 tracker.count(tensor)
             weights = tracker.now
@@ -291,12 +294,19 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
 
     static: the whole target in `dtype` (the trainer loads it), the head's rows in float32, the drafter, its gradients,
     AdamW's two moments and the weight average. working: the batch, activations and loss, or validation's if that is
-    more.
+    more. Raises ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
     """
     target = meta_target(model, dtype)
     ids = check_layer_ids(layer_ids, target.num_layers)
     num_rows = options.draft_vocab_size or target.head.weight.shape[0]
-    config = drafter_config(target, list(ids), options, options.draft_vocab_size)
+    if num_rows > target.head.weight.shape[0]:
+        raise ValueError(f"draft_vocab_size {num_rows} is more than the target's {target.head.weight.shape[0]} rows; "
+                         "null takes the full head")
+    try:
+        config = drafter_config(target, list(ids), options, options.draft_vocab_size)
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise TargetError(f"{model}/config.json: no drafter can be made for these values ({type(error).__name__}: "
+                          f"{error})") from error
     with META:
         network = DFlashDrafter(config)
         vocabulary = None if options.draft_vocab_size is None else torch.empty(num_rows, dtype=torch.int64)

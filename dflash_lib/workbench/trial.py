@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions, prepare
+from dflash_lib.conversations.prepare import PreparedRows, prepare
 from dflash_lib.files import human_bytes, write_json
 from dflash_lib.hidden_states import ExtractionOptions, HiddenStateStore, open_plan, start_extraction, verify_store
 from dflash_lib.launch import LaunchError
 from dflash_lib.target.capture import default_layer_ids
 from dflash_lib.target.loading import load_tokenizer, read_config
+from dflash_lib.workbench.capacity import prepare_options
 from dflash_lib.workbench.doctor import GREEN, RED, Line, disk_line, model_lines
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
 from dflash_lib.workbench.runs import RunError, input_path, notebook_paths, runs_folder
@@ -113,10 +114,7 @@ def _target(params: dict[str, Any]) -> str:
 
 def _prepare(params: dict[str, Any], trial: Trial, rows: list[PreparedRows]) -> str:
     model = input_path("model", params["model"])
-    options = PrepareOptions(
-        max_samples=NUM_SAMPLES, max_length=params["max_length"], too_long=params["too_long"],
-        min_supervised=params["block_size"], turns=params["turns"], thinking=params["thinking"],
-        template_kwargs=params["template_kwargs"] or {})
+    options = prepare_options({**params, "max_samples": NUM_SAMPLES})
     rows.append(prepare(input_path("conversations", params["conversations"]), load_tokenizer(model), options,
                         work_dir=trial.folder / "preparing", num_workers=1))
     rows[0].save(trial.folder / "prepared")

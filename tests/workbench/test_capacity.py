@@ -1,14 +1,18 @@
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from dflash_lib.conversations.formats import ConversationError
-from dflash_lib.conversations.templates import encode_conversation
+from dflash_lib.conversations.prepare import PrepareOptions, prepare
+from dflash_lib.conversations.sources import SourceError
 from dflash_lib.decoding.cache import cache_argument
 from dflash_lib.target import memory
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.loading import TargetError, load_target
+from dflash_lib.workbench import peak_memory
 from dflash_lib.workbench.capacity import (
     bytes_per_token,
     data_size,
@@ -19,7 +23,7 @@ from dflash_lib.workbench.capacity import (
     target_size,
 )
 from tests.conftest import DATA
-from tests.families import FAMILIES, make_family
+from tests.families import FAMILIES, change_config, make_family
 from tests.miniature import make_miniature
 
 
@@ -118,6 +122,19 @@ def test_no_weights_are_read(tiny_llama_folder, tmp_path):
         target_size(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers"])
+def test_a_size_that_is_missing_is_not_made_up(family, name, tmp_path):
+    """Transformers has defaults for both, which are those of no target of its user."""
+    make_family(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config.get("text_config", config)[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for work in (target_size, lambda path: peak_memory.capture_memory(path, [0], 1, 8)):
+        with pytest.raises(TargetError, match=f"names no {name}"):
+            work(tmp_path)
+
+
 def test_bytes_per_token_by_encoding():
     assert bytes_per_token(576, 5) == 6 * 576 * 2
     assert bytes_per_token(576, 5, last=False) == 5 * 576 * 2
@@ -142,21 +159,50 @@ def write_conversations(path, num):
     return path
 
 
-def test_data_size_counts_what_will_be_used(tiny_llama, tmp_path):
-    from dflash_lib.conversations.formats import read_conversations
-
+@pytest.mark.parametrize("changes", [
+    {}, {"max_length": 60}, {"max_length": 60, "too_long": "truncate"}, {"min_supervised": 40}, {"max_samples": 5}])
+def test_data_size_counts_what_the_preparation_keeps(changes, tiny_llama, tmp_path):
+    """With every conversation looked at it is no estimate: refused ones are left out, cut ones count as cut."""
     path = write_conversations(tmp_path / "c.jsonl", 12)
-    lengths = [len(encode_conversation(tiny_llama.tokenizer, c)[0]) for c in read_conversations(path)]
-    size = data_size(path, tiny_llama.tokenizer, None, max_length=10_000)
-    assert (size.num_conversations, size.num_probed, size.num_tokens) == (12, 12, sum(lengths))
-    limit = sorted(lengths)[7]
-    size = data_size(path, tiny_llama.tokenizer, 5, max_length=limit)
-    kept = [n for n in lengths if n <= limit]
-    assert size.num_conversations == 5 and size.mean_length == sum(kept) / len(kept)
-    size = data_size(path, tiny_llama.tokenizer, None, max_length=10_000, num_probes=4)
-    assert size.num_probed == 4 and size.mean_length == sum(lengths[::3]) / 4
-    with pytest.raises(ConversationError, match="none of 12 conversations"):
-        data_size(path, tiny_llama.tokenizer, None, max_length=3)
+    options = PrepareOptions(**{"max_length": 10_000, "min_supervised": 1} | changes)
+    size, rows = data_size(path, tiny_llama.tokenizer, options), prepare(path, tiny_llama.tokenizer, options)
+    assert size.num_probed == 12 and size.num_conversations == len(rows)
+    if "max_samples" not in changes:  # the first five are no sample of all
+        assert size.num_tokens == rows.num_tokens
+        assert (len(rows) < 12) == (changes in ({"max_length": 60}, {"min_supervised": 40})), "a blunt test"
+
+
+def test_data_size_of_probes_and_of_broken_files(tiny_llama, tmp_path):
+    path = write_conversations(tmp_path / "c.jsonl", 12)
+    options = PrepareOptions(max_length=10_000, min_supervised=1)
+    lengths = prepare(path, tiny_llama.tokenizer, options).lengths
+    size = data_size(path, tiny_llama.tokenizer, options, num_probes=4)
+    assert size.num_probed == 4 and size.mean_length == lengths[::3].mean() and size.num_conversations == 12
+    with pytest.raises(ConversationError, match="none of 12 conversations .*the first: longer than max_length"):
+        data_size(path, tiny_llama.tokenizer, PrepareOptions(max_length=3))
+    path.write_text(path.read_text() + "{\n")
+    with pytest.raises(SourceError, match="line 13"):
+        data_size(path, tiny_llama.tokenizer, options)
+    path.write_text('{"id": "a"}\n')
+    with pytest.raises(ConversationError, match="line 1"):
+        data_size(path, tiny_llama.tokenizer, options)
+    path.write_text("")
+    with pytest.raises(ConversationError, match="holds no conversation"):
+        data_size(path, tiny_llama.tokenizer, options)
+
+
+@pytest.mark.parametrize(("family", "values"), [
+    ("llama", {"hidden_size": 0}), ("llama", {"num_attention_heads": 0, "head_dim": None}),
+    ("llama", {"num_hidden_layers": 0}), ("llama", {"vocab_size": -5}), ("llama", {"num_key_value_heads": 0}),
+    ("llama", {"hidden_act": "nonsense"}), ("llama", {"rope_parameters": {"rope_type": "nonsense"}}),
+    ("qwen3_next", {"num_experts": -1}), ("qwen3_next", {"linear_num_key_heads": 0})])
+def test_silly_values_are_one_clear_line(family, values, tmp_path):
+    """Whatever Transformers' modelling code raises for them."""
+    make_family(tmp_path, family)
+    change_config(tmp_path, **values)
+    for work in (target_size, lambda path: peak_memory.capture_memory(path, [0], 1, 8)):
+        with pytest.raises(TargetError, match="config.json"):
+            work(tmp_path)
 
 
 def test_resources_of_this_machine(tmp_path, monkeypatch):
@@ -166,8 +212,9 @@ def test_resources_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "cgroup_free", lambda: iter([1234]))
     assert resources(tmp_path).memory_free == 1234, "a container's limit counts when it is tighter"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(TargetError, match="no CUDA device"):
-        resources(tmp_path, "cuda:0")
+    for device in ("cuda:0", "gpu"):
+        with pytest.raises(TargetError, match=f"device '{device}' cannot be used"):
+            resources(tmp_path, device)
 
 
 def test_the_shards_that_a_store_holds_are_room_for_it(tmp_path):

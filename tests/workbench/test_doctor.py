@@ -67,6 +67,9 @@ def test_a_broken_driver_and_none(fake_smi, monkeypatch):
     fake_smi("", code=9)
     (line,) = doctor.gpu_lines()
     assert line.level == RED and "nvidia-smi fails" in line.found and "driver" in line.to_do
+    fake_smi("No devices were found")
+    assert doctor.gpu_lines() == [Line(AMBER, "GPUs", "nvidia-smi lists none",
+                                       "is the driver's device passed to this container?")]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert doctor.gpu_lines()[0].level == AMBER
 
@@ -145,6 +148,16 @@ def test_locks(tmp_path, monkeypatch):
     assert "HDF5_USE_FILE_LOCKING" in doctor.lock_lines(tmp_path)[1].to_do
 
 
+@pytest.mark.parametrize("where", ["a file", "a file/below", "no writing"])
+def test_a_data_folder_that_cannot_be(where, tmp_path, capsys):
+    """Every line is said all the same; /proc takes no files, not even from root."""
+    (tmp_path / "a file").write_text("")
+    folder = "/proc/nothing" if where == "no writing" else tmp_path / where
+    assert command.main(["doctor", "--data", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert "red    data folder" in printed and "red    file locks" in printed and "shared memory" in printed
+
+
 def test_limits(monkeypatch):
     for limits, level, words in (((1024, 8192), AMBER, "ulimit -n 8192"), ((1024, 2048), AMBER, "hard limit"),
                                  ((1024, -1), AMBER, "ulimit -n 65536"), ((65536, 65536), GREEN, "")):
@@ -171,8 +184,30 @@ def test_the_target(tiny_llama_folder, monkeypatch):
     monkeypatch.setattr(doctor, "free_memory", lambda device: 10)
     assert doctor.model_lines(str(tiny_llama_folder), "float32", "cpu")[0].level == RED
     assert "no such model folder" in doctor.model_lines("nowhere", "float32", "cpu")[0].found
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for name in ("Org/model", "Org/model@main"):
         assert doctor.model_lines(name, "float32", "cpu")[0].level == AMBER, "nothing is downloaded"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert doctor.model_lines("Org/model", "float32", "cpu")[0].level == RED
+
+
+@pytest.mark.parametrize(("file", "text", "words"), [
+    (None, "", "no config.json here"), ("config.json", "", "is"), ("config.json", "[]", "holds no JSON object"),
+    ("config.json", "{}", "names no model_type"),
+    ("config.json", '{"model_type": "llama", "hidden_size": 0}', "config.json")])
+def test_folders_that_are_no_target(file, text, words, tmp_path):
+    if file:
+        (tmp_path / file).write_text(text)
+    lines = doctor.examine(tmp_path, str(tmp_path))
+    assert lines[-1].level == RED and lines[-1].what == "target" and words in lines[-1].found and lines[-1].to_do
+    (tmp_path / "a file").write_text("")
+    assert doctor.model_lines(str(tmp_path / "a file"), "float32", "cpu")[0].level == RED
+
+
+def test_a_dtype_and_a_device_that_are_none(tiny_llama_folder):
+    for dtype, device, words in (("float31", "cpu", "dtype 'float31'"), ("float32", "gpu", "device 'gpu'")):
+        (line,) = doctor.model_lines(str(tiny_llama_folder), dtype, device)
+        assert line.level == RED and words in line.found and line.to_do == "change dtype or device"
 
 
 def test_the_command(tiny_llama_folder, tmp_path, capsys):
@@ -189,6 +224,9 @@ def test_the_command(tiny_llama_folder, tmp_path, capsys):
 
 def test_the_exit_code_and_the_table():
     lines = [Line(GREEN, "a", "fine"), Line(AMBER, "b", "look", "do it")]
-    assert exit_code(lines) == 0 and exit_code([*lines, Line(RED, "c", "no")]) == 1
+    assert exit_code(lines) == 0 and exit_code([*lines, Line(RED, "c", "no", "stop")]) == 1
     assert doctor.table(lines).loc[AMBER, "what to do"] == "do it"
     assert str(lines[1]).splitlines()[1].strip() == "-> do it"
+    for level in (AMBER, RED):
+        with pytest.raises(AssertionError, match="says what to do"):
+            Line(level, "d", "bad")

@@ -97,6 +97,55 @@ def test_what_would_stop_it(job, tmp_path, monkeypatch):
     assert "PyTorch sees no CUDA device" in obstacles(job(device="cuda"))
 
 
+    found = obstacles(job(device="gpu"))
+    assert "device 'gpu' cannot be used" in found
+    (tmp_path / "runs").write_text("")
+    assert "runs_dir: " in obstacles(job()) and "is a file" in obstacles(job())
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"max_length": 0}, "max_length 0"), ({"num_workers": 0}, "num_workers 0"), ({"token_budget": -1}, "budget -1"),
+    ({"decode_tokens_s": 0.0}, "decode_tokens_s 0.0"), ({"extract_tokens_s": 0.0}, "extract_tokens_s"),
+    ({"disk_mb_s": -1.0}, "disk_write_mb_s"), ({"steps": 0}, "steps"), ({"batch_samples": 0}, "batch_samples"),
+    ({"slots_per_anchor": 0}, "slots_per_anchor"), ({"gpus": 0}, "gpus"), ({"max_samples": 0}, "max_samples"),
+    ({"num_aux_layers": 99}, "num_aux_layers"), ({"target_layer_ids": [9, 1]}, "target_layer_ids"),
+    ({"encoding": "int4"}, "encoding"), ({"dtype": "float31"}, "dtype"), ({"too_long": "shorten"}, "too_long"),
+    ({"thinking": "yes"}, "thinking"), ({"draft_vocab_size": 385}, "draft_vocab_size 385"), ({"modle": "x"}, "modle")])
+def test_values_that_cannot_be(changes, words, job, capsys):
+    """One line, no traceback, and the exit code of what the user can put right."""
+    assert command.main(["run", "--plan", str(job(**changes))]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_files_that_are_no_parameters(tmp_path, capsys):
+    for text in ("a: [", "- 1\n", "\x00"):
+        (tmp_path / "bad.yaml").write_text(text)
+        assert command.main(["run", "--plan", str(tmp_path / "bad.yaml")]) == 2
+        assert "bad.yaml" in capsys.readouterr().err
+
+
+def test_broken_conversations_stop_the_job_not_the_plan(job, tmp_path):
+    (tmp_path / "c.jsonl").write_text("{")
+    assert "conversations: " in obstacles(job(conversations=str(tmp_path / "c.jsonl")))
+
+
+def test_some_of_the_notebooks(job, capsys):
+    plan = plan_job(job(), start="04_extract", stop="06_train")
+    assert [s.notebook for s in plan.stages] == ["04_extract", "05_statistics", "06_train"]
+    assert [s.notebook for s in plan_job(job(), only="02_layout").stages] == ["02_layout"]
+    assert command.main(["run", "--plan", str(job()), "--to", "08"]) == 2
+    assert "--to 08: no such notebook" in capsys.readouterr().err
+
+
+def test_drawn_slots_and_the_average_are_counted(job):
+    """Half the drafter's bytes for less: 7 slots against 1 of a head of 384 rows, a copy of the drafter."""
+    wide = {"block_size": 8, "anchors_per_sample": 60, "kl_weight": 1.0, "average": 0.0}
+    one, all_slots = (stage(plan_job(job(slots_per_anchor=n, **wide)), "06_train").memory for n in (1, 7))
+    assert all_slots - one > 2 * 2 * 60 * 6 * 384 * 4  # logits and their gradient at least, of two conversations
+    averaged = stage(plan_job(job(slots_per_anchor=7, **wide | {"average": 0.9})), "06_train").memory
+    assert averaged > all_slots
+
+
 def test_finished_shards_are_room_for_the_store(job, tmp_path, monkeypatch):
     monkeypatch.setattr(job_plan.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
     (tmp_path / "states").mkdir()
@@ -122,6 +171,7 @@ def test_the_real_job(capsys):
     assert extract.hours > 50_000 * 3072 / (8 * 2500) / 3600 and train.hours > 6 * 50_000 * 3072 / 10_000 / 3600
     assert plan.folder == runs_folder({"runs_dir": "/scratch/dflash/runs"}) / REAL.stem
     text = plan.text()
+    assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text and "8 GPUs, 6 epochs, 10 TB: C: " in text
     assert "tapped layers [1, 16, 31, 46, 61]" in text and "26.9 B parameters, 53.79 GB in bfloat16" in text
     assert "conversations: /scratch/dflash/conversations.jsonl: no such file" in text
     assert command.main(["run", "--plan", str(REAL)]) == 1 and "07_evaluate" in capsys.readouterr().out

@@ -86,7 +86,8 @@ def uniform_rows(target, num_samples, num_tokens):
 
 @pytest.mark.parametrize(("changes", "dtype"), [
     ({}, "float32"), ({"draft_vocab_size": 100, "num_layers": 2, "average": 0.0}, "float32"),
-    ({"kl_weight": 0.0, "batch_samples": 1, "anchors_per_sample": 4}, "float32"), ({"batch_samples": 1}, "bfloat16")])
+    ({"kl_weight": 0.0, "batch_samples": 1, "anchors_per_sample": 4}, "float32"), ({"batch_samples": 1}, "bfloat16"),
+    ({"slots_per_anchor": 2, "num_layers": 2}, "float32"), ({"slots_per_anchor": 1, "kl_weight": 0.0}, "float32")])
 def test_training(changes, dtype, tiny_llama_folder, tmp_path):
     target = load_target(tiny_llama_folder, dtype, audit="quick")
     make_store(tmp_path / "states", target, uniform_rows(target, 6, 128))
