@@ -4,6 +4,7 @@ The target is built on PyTorch's meta device, so the counts are those of the ver
 neither is a weight read nor a byte of memory taken.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def meta_network(config: PreTrainedConfig, model: Path | str, dtype: torch.dtype
     """The causal language model of a text tower's configuration on the meta device. Raises TargetError when its values
     do not make one, or when width or depth are not named: Transformers would fill in those of some other model."""
     raw = read_json(Path(model) / "config.json")
-    sections = [raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw, *raw.values()]
+    others = [section for key, section in raw.items() if not re.search("vision|audio", key)]
+    sections = [raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw, *others]
     for name in ("hidden_size", "num_hidden_layers"):
         names = (name, config.attribute_map.get(name, name))
         if not any(key in section for section in sections if isinstance(section, dict) for key in names):

