@@ -108,7 +108,8 @@ def random_batch(options, num_tokens: int, hidden_size: int, num_layers: int, de
         anchors = torch.arange(1, num + 1).expand(docs, -1) * (num_tokens // (num + 2))
         last = torch.randn(docs, num_tokens, hidden_size) if options.kl_weight > 0 else None
         return Batch(tuple(range(docs)), torch.randn(docs, num_tokens, num_layers, hidden_size), last,
-                     torch.arange(num_tokens).expand(docs, -1), anchors, input_ids, torch.arange(1, slots + 1).expand(docs, num, -1).contiguous(),
+                     torch.arange(num_tokens).expand(docs, -1), anchors, input_ids,
+                     torch.arange(1, slots + 1).expand(docs, num, -1).contiguous(),
                      torch.full((docs, num, slots), 7), torch.ones(docs, num, slots))
 
 
