@@ -258,12 +258,13 @@ def _parts(size: TargetSize) -> str:
 
 
 def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: float, store: Path) -> list[str]:
-    """The GPU plan's winner (01_capacity shows all of it)."""
+    """The GPU plan's winner, beside what the workbench does (01_capacity shows all of it)."""
     limit = params["max_disk_tb"]
     disk = shutil.disk_usage(nearest_existing(store)).free if limit is None else limit * 1e12
     work = Work(num_tokens=num_tokens, epochs=params["epochs"], bytes_per_token=each)
     plan = plan_gpus(params["gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
-    return [f"{params['gpus']} GPUs, {params['epochs']} epochs, {disk / 1e12:.3g} TB: {plan.sentence()}"]
+    ours = f" The workbench does C: {plan.outcomes['C'].gpu_hours:,.4g} GPU-hours." if plan.winner != "C" else ""
+    return [f"{params['gpus']} GPUs, {params['epochs']} epochs, {disk / 1e12:.3g} TB: {plan.sentence()}{ours}"]
 
 
 def _check_counts(params: dict[str, Any], where: str) -> None:

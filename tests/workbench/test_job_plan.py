@@ -173,7 +173,8 @@ def test_the_real_job(capsys):
     assert extract.hours > 50_000 * 3072 / (8 * 2500) / 3600 and train.hours > 6 * 50_000 * 3072 / 10_000 / 3600
     assert plan.folder == runs_folder({"runs_dir": "/scratch/dflash/runs"}) / REAL.stem
     text = plan.text()
-    assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text and "8 GPUs, 6 epochs, 10 TB: C: " in text
+    assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text
+    assert "8 GPUs, 6 epochs, 10 TB: E: 6 extract while 2 train" in text and "The workbench does C: " in text
     assert "tapped layers [1, 16, 31, 46, 61]" in text and "26.9 B parameters, 53.79 GB in bfloat16" in text
     assert "conversations: /scratch/dflash/conversations.jsonl: no such file" in text
     assert command.main(["run", "--plan", str(REAL)]) == 1 and "07_evaluate" in capsys.readouterr().out
