@@ -32,11 +32,26 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run every notebook of a job in order, then build the report")
     run.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
     run.add_argument("--from", dest="start", metavar="NB", help="start at this notebook, such as 06_train")
+    run.add_argument("--to", dest="stop", metavar="NB", help="stop after this notebook")
     run.add_argument("--only", metavar="NB", help="look at this notebook only")
     run.add_argument("--force", action="store_true", help="execute notebooks even when nothing changed since")
     run.add_argument("--run-id", help="name of the run folder (default: the parameter file's name)")
-    run.add_argument("--runs-dir", type=Path, default=REPOSITORY / "runs", help="default: runs/")
+    run.add_argument("--runs-dir", type=Path, help="default: the job's runs_dir, or runs/")
+    run.add_argument("--plan", action="store_true", help="say what every stage takes, and what would stop it here; "
+                     "nothing is executed or written")
     run.set_defaults(function=_run)
+
+    doctor = commands.add_parser("doctor", help="look at this machine: a green, amber or red line each")
+    doctor.add_argument("model", nargs="?", help="folder of a target: does it fit? (only config.json is read)")
+    doctor.add_argument("--data", type=Path, default=REPOSITORY, help="where hidden states will go (default: here)")
+    doctor.add_argument("--dtype", default="bfloat16", help="of the target (default: %(default)s)")
+    doctor.add_argument("--device", help="of the target (default: cuda where there is one, else cpu)")
+    doctor.set_defaults(function=_doctor)
+
+    trial = commands.add_parser("trial", help="five samples of a job on one device, and a diagnosis")
+    trial.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
+    trial.add_argument("--runs-dir", type=Path, help="default: the job's runs_dir, or runs/")
+    trial.set_defaults(function=_trial)
 
     report = commands.add_parser("report", help="build the report of a run again")
     report.add_argument("run", type=Path, help="run folder, such as runs/demo")
@@ -85,9 +100,16 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     from dflash_lib.report.pages import build_report
 
+    if options.plan:
+        from dflash_lib.workbench.job_plan import plan_job
+
+        plan = plan_job(options.params, options.runs_dir, options.run_id, start=options.start, stop=options.stop,
+                        only=options.only)
+        print(plan.text())
+        return 1 if plan.obstacles else 0
     result = run_pipeline(PipelineOptions(
-        params_file=options.params, run_id=options.run_id, start=options.start, only=options.only, force=options.force,
-        runs_dir=options.runs_dir))
+        params_file=options.params, run_id=options.run_id, start=options.start, stop=options.stop, only=options.only,
+        force=options.force, runs_dir=options.runs_dir))
     page = build_report(result.folder)
     print(f"\n{summary_table(result)}\n\nreport: {page}")
     if result.error:
@@ -107,6 +129,25 @@ def summary_table(result: PipelineResult) -> str:
         lines.append(f"{stage.notebook:<18} {stage.state:<8} {passed:>7} {seconds:>8}  "
                      f"{record['outcome'] if record else '-'}")
     return "\n".join(lines)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import torch
+
+    from dflash_lib.workbench.doctor import examine, exit_code
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lines = examine(options.data, options.model, options.dtype, device)
+    print("\n".join(map(str, lines)))
+    return exit_code(lines)
+
+
+def _trial(options: argparse.Namespace) -> int:
+    from dflash_lib.workbench.trial import run_trial
+
+    trial = run_trial(options.params, options.runs_dir)
+    print("\nThe job runs here." if trial.passed else f"\nThe job does not run here yet; see {trial.folder}.")
+    return 0 if trial.passed else 1
 
 
 def _report(options: argparse.Namespace) -> int:

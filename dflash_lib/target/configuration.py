@@ -39,7 +39,8 @@ def read_config(path: Path | str, trust_remote_code: bool = False) -> PreTrained
         raise TargetError(f"{where}: {_unknown(model_type, raw)}")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, ImportError,
+            StrictDataclassError) as error:  # what values of a wrong type or size meet in the configurations' own code
         raise TargetError(f"{where}: {error}") from error
 
 

@@ -24,7 +24,8 @@ from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_para
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
-INPUT_PARAMETERS = ("model", "conversations", "heldout_prompts", "vllm_reference")  # hashed by content, pipeline.py
+# hashed by content, pipeline.py
+INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
 BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages")
 OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
 
@@ -79,6 +80,11 @@ def input_path(parameter: str, value: str | Path) -> Path:
 
     name, _, revision = str(value).partition("@")
     return find_target(name, revision or None) if is_hub_id(name) else path
+
+
+def runs_folder(params: dict[str, Any]) -> Path:
+    """Where a job's run folders go: its parameter `runs_dir`, relative to the repository, or runs/."""
+    return REPOSITORY / Path(params.get("runs_dir") or "runs").expanduser()
 
 
 class Run:

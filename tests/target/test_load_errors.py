@@ -225,7 +225,7 @@ def test_memory_of_the_gpu_and_on_the_way_to_it(monkeypatch):
 
 def test_free_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
-    assert free_memory("cuda:0") == 123
+    assert free_memory("cuda:0") == free_memory("cuda") == 123
     assert 10_000_000 < free_memory() < 10 ** 14
     monkeypatch.setattr(memory, "cgroup_free", lambda: iter([77]))
     assert free_memory() == 77
