@@ -7,16 +7,19 @@ neither is a weight read nor a byte of memory taken.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import ChatTemplate, encode_conversation
+from dflash_lib.conversations.chunks import ERRORS, encode_chunk
+from dflash_lib.conversations.formats import ConversationError, RowFormat
+from dflash_lib.conversations.prepared_rows import PrepareOptions
+from dflash_lib.conversations.rendering import ChatTemplate
+from dflash_lib.conversations.sources import read_rows
 from dflash_lib.target.checkpoint import Checkpoint
-from dflash_lib.target.configuration import read_config, text_tower
+from dflash_lib.target.configuration import read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.memory import free_memory
 
@@ -69,11 +72,7 @@ def target_size(model: Path | str) -> TargetSize:
     TargetError for a missing or unreadable configuration, or one that is not of a causal language model.
     """
     config = text_tower(read_config(model), model)
-    try:
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise TargetError(f"{model}/config.json: not a causal language model ({error})") from error
+    network = without_weights(config, model)
     parameters = dict.fromkeys(PARTS, 0)
     for name, parameter in network.named_parameters():  # a tied head comes once, as the embedding
         parameters[_part(name, network)] += parameter.numel()
@@ -138,28 +137,34 @@ class DataSize:
 
 
 def data_size(conversations: Path | str, tokenizer, max_samples: int | None, max_length: int,
-              num_probes: int = 200) -> DataSize:
+              num_probes: int = 200, **rendering: Any) -> DataSize:
     """How much there is to extract, from `num_probes` conversations spread over the file.
 
-    Conversations that the preparation would refuse (too long, or without a usable mask) count neither here nor there.
-    Raises ConversationError for a broken file, or when none of the probes can be used.
+    rendering: further options of the preparation (too_long, turns, thinking, template_kwargs). Conversations that the
+    preparation would refuse (malformed, too long, or without a usable mask) count neither here nor there. Raises
+    SourceError or ConversationError for a broken file, and when none of the probes can be used.
     """
-    total = sum(1 for _ in read_conversations(conversations))
+    options = PrepareOptions(max_length=max_length, min_supervised=1, **rendering)
+    total = sum(1 for _ in read_rows(conversations))
+    if not total:
+        raise ConversationError(f"{conversations}: holds no conversation")
     step = max(total // num_probes, 1)
-    lengths, num_probed, template = [], 0, ChatTemplate(tokenizer)
-    for i, conversation in enumerate(read_conversations(conversations)):
-        if i % step:
+    template, row_format = ChatTemplate(tokenizer, options.template), RowFormat()
+    lengths, refused, num_probed = [], [], 0
+    for i, row in enumerate(read_rows(conversations)):
+        if i % step and i != total - 1:
             continue
-        num_probed += 1
-        try:
-            length = len(encode_conversation(template, conversation)[0])
-        except ConversationError:
-            continue  # the preparation refuses it too, and reports it with its reason
-        if length <= max_length:
-            lengths.append(length)
+        chunk = encode_chunk(template, [row], options, row_format)
+        if chunk.error is not None:
+            raise ERRORS[chunk.error["type"]](chunk.error["message"])
+        if i % step == 0:  # else it is the last one, looked at because that is where a file was cut off
+            num_probed += 1
+            lengths += chunk.lengths.tolist()
+            refused += chunk.refused
     if not lengths:
         raise ConversationError(f"{conversations}: none of {num_probed} conversations looked at can be used with "
-                                f"max_length {max_length}")
+                                f"max_length {max_length}"
+                                + "".join(f". The first: {entry['reason']}" for entry in refused[:1]))
     usable = round(total * len(lengths) / num_probed)
     return DataSize(num_conversations=usable if max_samples is None else min(usable, max_samples),
                     num_probed=num_probed, mean_length=sum(lengths) / len(lengths))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dflash_lib.conversations.formats import ConversationError
+from dflash_lib.conversations.sources import SourceError
 from dflash_lib.conversations.templates import encode_conversation
 from dflash_lib.target import memory
 from dflash_lib.target.loading import TargetError
@@ -82,6 +83,22 @@ def test_data_size_counts_what_will_be_used(tiny_llama, tmp_path):
     assert size.num_probed == 4 and size.mean_length == sum(lengths[::3]) / 4
     with pytest.raises(ConversationError, match="none of 12 conversations"):
         data_size(path, tiny_llama.tokenizer, None, max_length=3)
+    cut = data_size(path, tiny_llama.tokenizer, None, max_length=limit, too_long="truncate")
+    assert (cut.num_conversations, cut.num_tokens) == (12, sum(min(n, limit) for n in lengths))
+
+
+def test_data_size_passes_over_malformed_rows_and_sees_a_file_that_was_cut_off(tiny_llama, tmp_path):
+    path = write_conversations(tmp_path / "c.jsonl", 12)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, "{", lines[0]]) + "\n")
+    size = data_size(path, tiny_llama.tokenizer, None, max_length=10_000)
+    assert (size.num_conversations, size.num_probed) == (13, 14)
+    path.write_text("\n".join([*lines, lines[0][:40]]))
+    with pytest.raises(SourceError, match="line 13: not valid JSON.*cut off"):
+        data_size(path, tiny_llama.tokenizer, None, max_length=10_000, num_probes=4)
+    path.write_text("")
+    with pytest.raises(ConversationError, match="holds no conversation"):
+        data_size(path, tiny_llama.tokenizer, None, max_length=10_000)
 
 
 def test_resources_of_this_machine(tmp_path, monkeypatch):
