@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 som
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -58,18 +59,22 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(function=_report)
 
     regenerate = commands.add_parser("regenerate", help="let a target answer the user turns of conversations itself")
-    regenerate.add_argument("source", type=Path, help="conversations (JSONL)")
+    regenerate.add_argument("source", type=Path, help="conversations or prompts, in any form of 04_extract")
     regenerate.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
-    regenerate.add_argument("--model", required=True, help="folder of the target")
+    regenerate.add_argument("--model", required=True, help="folder or hub id of the target")
     regenerate.add_argument("--max-new-tokens", type=int, default=144, help="of one answer (default: %(default)s)")
     regenerate.add_argument("--batch-size", type=int, default=64, help="conversations at once (default: %(default)s)")
     regenerate.add_argument("--max-samples", type=int, help="the first so many conversations (default: all)")
+    regenerate.add_argument("--thinking", choices=("default", "on", "off"), default="default",
+                            help="of the chat template, as 04_extract's parameter (default: the template's own mode)")
+    regenerate.add_argument("--template-kwargs", type=_json_object, default={}, metavar="JSON",
+                            help="more variables for the chat template, as 04_extract's template_kwargs")
     regenerate.add_argument("--dtype", default="float32", help="default: %(default)s")
     regenerate.add_argument("--device", default="cpu", help="default: %(default)s")
     regenerate.set_defaults(function=_regenerate)
 
     prompts = commands.add_parser("prompts", help="let a target write user turns, to be answered by `regenerate`")
-    prompts.add_argument("out", type=Path, help="file to write (JSONL)")
+    prompts.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
     prompts.add_argument("--model", required=True, help="folder or hub id of the target")
     prompts.add_argument("--num", type=int, required=True, help="how many different prompts")
     prompts.add_argument("--max-new-tokens", type=int, default=48, help="of one prompt (default: %(default)s)")
@@ -92,6 +97,17 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch-demo-model", help="fetch SmolLM2-135M-Instruct into data/models, once")
     fetch.set_defaults(function=_fetch_demo_model)
     return parser
+
+
+def _json_object(text: str) -> dict:
+    """An argument that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {{\"preserve_thinking\": true}}")
+    return value
 
 
 # Commands import what they need when called: `--help` and a misspelled parameter need not wait for torch.
@@ -160,10 +176,14 @@ def _report(options: argparse.Namespace) -> int:
 def _regenerate(options: argparse.Namespace) -> int:
     from dflash_lib.target.loading import load_target
     from dflash_lib.target.regenerate import RegenerateOptions, regenerate
+    from dflash_lib.target.resume import refuse_existing
 
+    settings = RegenerateOptions(
+        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples,
+        thinking=options.thinking, template_kwargs=options.template_kwargs)
+    refuse_existing(options.out)  # before a large target is loaded
     target = load_target(options.model, options.dtype, options.device)
-    meta = regenerate(target, options.source, options.out, RegenerateOptions(
-        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples))
+    meta = regenerate(target, options.source, options.out, settings)
     print(f"{options.out}: {meta['conversations']} conversations, {meta['generated_tokens']} generated tokens")
     return 0
 
@@ -171,11 +191,14 @@ def _regenerate(options: argparse.Namespace) -> int:
 def _prompts(options: argparse.Namespace) -> int:
     from dflash_lib.target.loading import load_target
     from dflash_lib.target.prompts import PromptOptions, sample_prompts
+    from dflash_lib.target.resume import refuse_existing
 
-    target = load_target(options.model, options.dtype, options.device)
-    batches = sample_prompts(target, options.out, PromptOptions(
+    settings = PromptOptions(
         num_prompts=options.num, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-        batch_size=options.batch_size, seed=options.seed))
+        batch_size=options.batch_size, seed=options.seed)
+    refuse_existing(options.out)  # before a large target is loaded
+    target = load_target(options.model, options.dtype, options.device)
+    batches = sample_prompts(target, options.out, settings)
     print(f"{options.out}: {options.num} prompts out of {batches * options.batch_size} drawn")
     return 0
 

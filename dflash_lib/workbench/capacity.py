@@ -4,9 +4,7 @@ The target is built on PyTorch's meta device, so the counts are those of the ver
 neither is a weight read nor a byte of memory taken.
 """
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,16 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, PreTrainedConfig
 
 from dflash_lib.conversations.chunks import ERRORS, encode_chunk
 from dflash_lib.conversations.formats import ConversationError, RowFormat
 from dflash_lib.conversations.prepared_rows import PrepareOptions
 from dflash_lib.conversations.rendering import ChatTemplate
 from dflash_lib.conversations.sources import count_rows, read_rows
-from dflash_lib.files import human_bytes, nearest_existing, read_json
+from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.checkpoint import Checkpoint
-from dflash_lib.target.configuration import read_config, text_tower
+from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.memory import free_memory
 
@@ -81,37 +74,6 @@ class Resources:
         return self.disk_free + self.disk_stored
 
 
-@contextmanager
-def configuration_faults(model: Path | str) -> Iterator[None]:
-    """Turns whatever goes wrong with a configuration's values inside the `with` block into a TargetError: the modelling
-    code of Transformers meets a missing or impossible one with any kind of exception."""
-    try:
-        yield
-    except TargetError:
-        raise
-    except Exception as error:  # noqa: BLE001  see above; nothing is swallowed
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
-        raise TargetError(f"{model}/config.json: no target can be made of these values ({type(error).__name__}: "
-                          f"{reason}). Compare it with the publisher's.") from error
-
-
-def meta_network(config: PreTrainedConfig, model: Path | str, dtype: torch.dtype | None = None) -> nn.Module:
-    """The causal language model of a text tower's configuration on the meta device. Raises TargetError when its values
-    do not make one, or when width or depth are not named: Transformers would fill in those of some other model."""
-    raw = read_json(Path(model) / "config.json")
-    others = [section for key, section in raw.items() if not re.search("vision|audio", key)]
-    sections = [raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw, *others]
-    for name in ("hidden_size", "num_hidden_layers"):
-        names = (name, config.attribute_map.get(name, name))
-        if not any(key in section for section in sections if isinstance(section, dict) for key in names):
-            raise TargetError(f"{model}/config.json: names no {name}. Is it the whole file of the publisher?")
-    with configuration_faults(model), torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
-        if not len(network.get_decoder().layers) or not all(p.numel() for p in network.parameters()):
-            raise ValueError("a size in it is 0")
-    return network
-
-
 def target_size(model: Path | str) -> TargetSize:
     """Sizes of the target whose config.json lies in the folder `model`; nothing else is needed there.
 
@@ -120,7 +82,7 @@ def target_size(model: Path | str) -> TargetSize:
     """
     whole = read_config(model)
     config = text_tower(whole, model)
-    network = meta_network(config, model)
+    network = without_weights(config, model)
     parameters = dict.fromkeys(PARTS, 0)
     for name, parameter in network.named_parameters():  # a tied head comes once, as the embedding
         parameters[_part(name, network)] += parameter.numel()
@@ -218,20 +180,27 @@ class DataSize:
 def data_size(conversations: Path | str, tokenizer, options: PrepareOptions, num_probes: int = 200) -> DataSize:
     """How much there is to extract, from `num_probes` conversations spread over the file, prepared with these options.
 
-    Conversations that the preparation would refuse (too long, or without a usable mask) count neither here nor there,
-    and one that it would cut counts as cut. Raises FileNotFoundError, SourceError and ConversationError for a broken
-    file, and ConversationError when none of the probes can be used.
+    Conversations that the preparation would refuse (malformed, too long, or without a usable mask) count neither here
+    nor there, and one that it would cut counts as cut. Raises FileNotFoundError, SourceError and ConversationError for
+    a broken file, and ConversationError when none of the probes can be used.
     """
     total = count_rows(conversations)
     if total is None:
         total = sum(1 for _ in read_rows(conversations))
     step = max(total // num_probes, 1)
-    probes = [row for i, row in enumerate(read_rows(conversations)) if i % step == 0]
+    probes, last = [], None
+    for i, row in enumerate(read_rows(conversations)):
+        if i % step == 0:
+            probes.append(row)
+        elif i == total - 1:
+            last = row  # looked at because that is where a file was cut off; it counts as no probe
     if not probes:
         raise ConversationError(f"{conversations}: holds no conversation")
-    chunk = encode_chunk(ChatTemplate(tokenizer, options.template), probes, options, RowFormat())
-    if chunk.error is not None:
-        raise ERRORS[chunk.error["type"]](chunk.error["message"])
+    template, row_format = ChatTemplate(tokenizer, options.template), RowFormat()
+    chunk = encode_chunk(template, probes, options, row_format)
+    tail = chunk if last is None or chunk.error is not None else encode_chunk(template, [last], options, row_format)
+    if tail.error is not None:
+        raise ERRORS[tail.error["type"]](tail.error["message"])
     if not len(chunk.lengths):
         raise ConversationError(f"{conversations}: none of {len(probes)} conversations looked at can be used; the "
                                 f"first: {chunk.refused[0]['reason']}")

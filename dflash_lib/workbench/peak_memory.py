@@ -29,10 +29,9 @@ from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, propose_everywhere
 from dflash_lib.drafter.training import TrainOptions, drafter_config
 from dflash_lib.target.capture import HiddenStateTap, check_layer_ids
-from dflash_lib.target.configuration import read_config, text_tower
+from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.loading import Target, parse_dtype
-from dflash_lib.workbench.capacity import configuration_faults, meta_network
 
 META = torch.device("meta")
 FLA_CHUNK = 64
@@ -173,7 +172,7 @@ def fast_kernels_on(device: str) -> bool:
 def meta_target(model: Path | str, dtype: torch.dtype | str) -> Target:
     """The text tower of the folder `model` on the meta device, in `dtype`, as `load_target` would have it."""
     config = text_tower(read_config(model), model)
-    network = meta_network(config, model, parse_dtype(dtype))
+    network = without_weights(config, model, parse_dtype(dtype))
     return Target(Path(model), network.eval().requires_grad_(False), None, None)
 
 

@@ -185,15 +185,21 @@ def test_data_size_of_probes_and_of_broken_files(tiny_llama, tmp_path):
     assert size.num_probed == 4 and size.mean_length == lengths[::3].mean() and size.num_conversations == 12
     with pytest.raises(ConversationError, match="none of 12 conversations .*the first: longer than max_length"):
         data_size(path, tiny_llama.tokenizer, PrepareOptions(max_length=3))
-    path.write_text(path.read_text() + "{\n")
-    with pytest.raises(SourceError, match="line 13"):
-        data_size(path, tiny_llama.tokenizer, options)
-    path.write_text('{"id": "a"}\n')
-    with pytest.raises(ConversationError, match="line 1"):
-        data_size(path, tiny_llama.tokenizer, options)
     path.write_text("")
     with pytest.raises(ConversationError, match="holds no conversation"):
         data_size(path, tiny_llama.tokenizer, options)
+
+
+def test_data_size_passes_over_malformed_rows_and_sees_a_file_that_was_cut_off(tiny_llama, tmp_path):
+    path = write_conversations(tmp_path / "c.jsonl", 12)
+    options = PrepareOptions(max_length=10_000, min_supervised=1)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, "{", lines[0]]) + "\n")
+    size = data_size(path, tiny_llama.tokenizer, options)
+    assert (size.num_conversations, size.num_probed) == (13, 14)
+    path.write_text("\n".join([*lines, lines[0][:40]]))
+    with pytest.raises(SourceError, match="line 13: not valid JSON.*cut off"):
+        data_size(path, tiny_llama.tokenizer, options, num_probes=4)
 
 
 @pytest.mark.parametrize(("family", "values"), [
