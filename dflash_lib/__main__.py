@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run every notebook of a job in order, then build the report")
     run.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
     run.add_argument("--from", dest="start", metavar="NB", help="start at this notebook, such as 06_train")
+    run.add_argument("--to", dest="end", metavar="NB", help="stop after this notebook")
     run.add_argument("--only", metavar="NB", help="look at this notebook only")
     run.add_argument("--force", action="store_true", help="execute notebooks even when nothing changed since")
     run.add_argument("--run-id", help="name of the run folder (default: the parameter file's name)")
@@ -86,8 +87,8 @@ def _run(options: argparse.Namespace) -> int:
     from dflash_lib.report.pages import build_report
 
     result = run_pipeline(PipelineOptions(
-        params_file=options.params, run_id=options.run_id, start=options.start, only=options.only, force=options.force,
-        runs_dir=options.runs_dir))
+        params_file=options.params, run_id=options.run_id, start=options.start, end=options.end, only=options.only,
+        force=options.force, runs_dir=options.runs_dir))
     page = build_report(result.folder)
     print(f"\n{summary_table(result)}\n\nreport: {page}")
     if result.error:

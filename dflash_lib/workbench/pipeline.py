@@ -47,11 +47,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """run_id: None = the parameter file's name, so that a second call continues the first's run. start: first notebook
-    to look at; only: the one notebook to look at; force: execute even what is current."""
+    to look at; end: the last one; only: the one notebook to look at; force: execute even what is current."""
 
     params_file: Path
     run_id: str | None = None
     start: str | None = None
+    end: str | None = None
     only: str | None = None
     force: bool = False
     notebooks_dir: Path = REPOSITORY / "notebooks"
@@ -108,14 +109,16 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
 
 def _choose(notebooks: list[Path], options: PipelineOptions) -> list[Path]:
     names = [notebook.stem for notebook in notebooks]
-    for option, name in (("--from", options.start), ("--only", options.only)):
+    for option, name in (("--from", options.start), ("--to", options.end), ("--only", options.only)):
         if name is not None and name not in names:
             raise RunError(f"{option} {name}: no such notebook; there are: {', '.join(names)}")
-    if options.only and options.start:
-        raise RunError("--from and --only exclude each other")
-    if options.only:
-        return [notebooks[names.index(options.only)]]
-    return notebooks[names.index(options.start):] if options.start else notebooks
+    if options.only and (options.start or options.end):
+        raise RunError("--only excludes --from and --to")
+    start = names.index(options.only or options.start or names[0])
+    end = names.index(options.only or options.end or names[-1])
+    if end < start:
+        raise RunError(f"--to {options.end} comes before --from {options.start}")
+    return notebooks[start:end + 1]
 
 
 def _run_stage(notebook: Path, declared: dict[str, Parameter], params: dict[str, Any], folder: Path, force: bool,

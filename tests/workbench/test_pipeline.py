@@ -57,16 +57,21 @@ def test_notebooks_run_in_order_and_a_second_call_repeats_nothing(job):
     assert states == ["current", "current"] and printed.count("current, not repeated") == 2
 
 
-def test_only_from_and_force(job):
+def test_only_from_to_and_force(job):
     assert run(job)[0] == ["passed", "passed"]
     assert run(job, only="01_a", force=True)[0] == ["passed", "not run"]
     assert run(job, start="02_b")[0] == ["not run", "current"]
+    assert run(job, end="01_a")[0] == ["current", "not run"]
+    assert run(job, start="01_a", end="02_b")[0] == ["current", "current"]
     assert run(job, start="02_b", force=True)[0] == ["not run", "passed"]
-    for bad in ({"only": "03_c"}, {"start": "03_c"}):
+    for bad in ({"only": "03_c"}, {"start": "03_c"}, {"end": "03_c"}):
         with pytest.raises(RunError, match="03_c: no such notebook; there are: 01_a, 02_b"):
             run(job, **bad)
-    with pytest.raises(RunError, match="exclude each other"):
-        run(job, only="01_a", start="01_a")
+    for other in ("start", "end"):
+        with pytest.raises(RunError, match="--only excludes --from and --to"):
+            run(job, only="01_a", **{other: "01_a"})
+    with pytest.raises(RunError, match="--to 01_a comes before --from 02_b"):
+        run(job, start="02_b", end="01_a")
 
 
 def test_what_a_stage_depends_on_makes_it_run_again(job, monkeypatch):
