@@ -271,8 +271,8 @@ def test_an_adapter_beside_the_weights(folder, nothing_loads):
     ({"vocab_size": -1}, "vocab_size is -1"), ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ({"num_hidden_layers": 10 ** 9}, "num_hidden_layers is 1000000000"), ({"vocab_size": 10 ** 12}, "vocab_size is 1"),
     ({"model_type": ["llama"]}, "model_type is no text, found .'llama'."),
-    ({"hidden_act": "x"}, "no model can be made of it: KeyError: 'x'"),
-    ({"pad_token_id": 10 ** 9}, "no model can be made of it: AssertionError: Padding_idx"),
+    ({"hidden_act": "x"}, "no model can be made of these values .KeyError: 'x'"),
+    ({"pad_token_id": 10 ** 9}, "no model can be made of these values .AssertionError: Padding_idx"),
     ({"num_attention_heads": 3.5}, "num_attention_heads")])
 def test_sizes_and_values_that_no_model_has(folder, nothing_loads, values, message):
     """Where each would come up by itself there is an IndexError, a ZeroDivisionError or a machine without memory."""
