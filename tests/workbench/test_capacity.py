@@ -196,6 +196,7 @@ def test_data_size_of_probes_and_of_broken_files(tiny_llama, tmp_path):
         data_size(path, tiny_llama.tokenizer, options)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("family", "values"), [
     ("llama", {"hidden_size": 0}), ("llama", {"num_attention_heads": 0, "head_dim": None}),
     ("llama", {"num_hidden_layers": 0}), ("llama", {"vocab_size": -5}), ("llama", {"num_key_value_heads": 0}),
