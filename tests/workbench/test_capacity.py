@@ -202,6 +202,7 @@ def test_data_size_passes_over_malformed_rows_and_sees_a_file_that_was_cut_off(t
         data_size(path, tiny_llama.tokenizer, options, num_probes=4)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("family", "values"), [
     ("llama", {"hidden_size": 0}), ("llama", {"num_attention_heads": 0, "head_dim": None}),
     ("llama", {"num_hidden_layers": 0}), ("llama", {"vocab_size": -5}), ("llama", {"num_key_value_heads": 0}),
