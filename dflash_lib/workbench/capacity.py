@@ -180,17 +180,19 @@ class DataSize:
 def data_size(conversations: Path | str, tokenizer, options: PrepareOptions, num_probes: int = 200) -> DataSize:
     """How much there is to extract, from `num_probes` conversations spread over the file, prepared with these options.
 
-    Conversations that the preparation would refuse (malformed, too long, or without a usable mask) count neither here
-    nor there, and one that it would cut counts as cut. Raises FileNotFoundError, SourceError and ConversationError for
-    a broken file, and ConversationError when none of the probes can be used.
+    Of a job that takes the first `max_samples`, these alone are looked at. Conversations that the preparation would
+    refuse (malformed, too long, or without a usable mask) count neither here nor there, and one that it would cut
+    counts as cut. Raises FileNotFoundError, SourceError and ConversationError for a broken file, and ConversationError
+    when none of the probes can be used.
     """
     total = count_rows(conversations)
     if total is None:
         total = sum(1 for _ in read_rows(conversations))
-    step = max(total // num_probes, 1)
+    reach = min(total, options.max_samples or total)
+    step = max(reach // num_probes, 1)
     probes, last = [], None
     for i, row in enumerate(read_rows(conversations)):
-        if i % step == 0:
+        if i < reach and i % step == 0:
             probes.append(row)
         elif i == total - 1:
             last = row  # looked at because that is where a file was cut off; it counts as no probe

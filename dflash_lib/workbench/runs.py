@@ -221,10 +221,18 @@ def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) ->
     parameters = to_json(parameters, "parameters")
     differences = {name: [wanted.get(name, "(not set)"), value] for name, value in parameters.items()
                    if name not in wanted or wanted[name] != value}
+    _show_whole_texts()
     print(f"run folder: {folder}")
     for name, (theirs, ours) in differences.items():
         print(f"note: {name} = {ours!r} here, {theirs!r} in the run's params.yaml; this notebook's value is used")
     return Run(folder, __notebook_name__, parameters, differences)
+
+
+def _show_whole_texts() -> None:
+    """Tables on a page show their texts whole: pandas cuts them at 50 characters, in HTML, too."""
+    import pandas as pd
+
+    pd.set_option("display.max_colwidth", None)
 
 
 def notebook_paths(folder: Path | str = REPOSITORY / "notebooks") -> list[Path]:

@@ -171,9 +171,9 @@ def test_data_size_counts_what_the_preparation_keeps(changes, tiny_llama, tmp_pa
     path = write_conversations(tmp_path / "c.jsonl", 12)
     options = PrepareOptions(**{"max_length": 10_000, "min_supervised": 1} | changes)
     size, rows = data_size(path, tiny_llama.tokenizer, options), prepare(path, tiny_llama.tokenizer, options)
-    assert size.num_probed == 12 and size.num_conversations == len(rows)
-    if "max_samples" not in changes:  # the first five are no sample of all
-        assert size.num_tokens == rows.num_tokens
+    assert size.num_probed == changes.get("max_samples", 12) and size.num_conversations == len(rows)
+    assert size.num_tokens == rows.num_tokens
+    if "max_samples" not in changes:
         assert (len(rows) < 12) == (changes in ({"max_length": 30}, {"min_supervised": 20})), "a blunt test"
 
 
