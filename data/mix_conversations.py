@@ -1,11 +1,13 @@
 """Writes `demo_conversations.jsonl` out of its parts, in an order drawn with a fixed seed, so that any first part of
-the file is a fair sample of the whole.
+the file is a fair sample of the parts that stand there.
 
-    python data/mix_conversations.py OUT PART [PART ...]
+    python data/mix_conversations.py OUT PART [PART ...] [--then PART [PART ...]]
 
 Every part is a file of `python -m dflash_lib regenerate`, with its sidecar; OUT.meta.json lists the sidecars. The parts
-of the shipped file are the answers to demo_prompts.jsonl (`--max-new-tokens 144 --batch-size 64`) and those to two
-files of `python -m dflash_lib prompts --num 2000`, with `--seed 0` and `1` (`--max-new-tokens 64 --batch-size 128`).
+behind `--then` are mixed among themselves and follow, so that a file can grow while its first rows stay what they were.
+The shipped file: the answers to demo_prompts.jsonl (`--max-new-tokens 144 --batch-size 64`) and those to two files of
+`python -m dflash_lib prompts --num 2000`, with `--seed 0` and `1` (`--max-new-tokens 64 --batch-size 128`); then those
+to two more, with `--seed 2` and `3` (`--max-new-tokens 128 --batch-size 128`).
 """
 
 import json
@@ -16,14 +18,17 @@ from pathlib import Path
 SEED = 20261129
 
 
-def mix(out: Path, parts: list[Path]) -> int:
+def mix(out: Path, groups: list[list[Path]]) -> int:
     """Returns the number of conversations. Raises ValueError when two have one id."""
-    # by "\n" alone: str.splitlines would also cut at the line separators that JSON allows inside a text
-    lines = [line for part in parts for line in part.read_text(encoding="utf-8").split("\n") if line]
+    parts, lines = [part for group in groups for part in group], []
+    for group in groups:
+        # by "\n" alone: str.splitlines would also cut at the line separators that JSON allows inside a text
+        mixed = [line for part in group for line in part.read_text(encoding="utf-8").split("\n") if line]
+        random.Random(SEED).shuffle(mixed)
+        lines += mixed
     ids = [json.loads(line)["id"] for line in lines]
     if len(set(ids)) < len(ids):
         raise ValueError(f"{len(ids) - len(set(ids))} ids occur twice in {[str(part) for part in parts]}")
-    random.Random(SEED).shuffle(lines)
     sidecars = [json.loads(Path(f"{part}.meta.json").read_text(encoding="utf-8")) for part in parts]
     meta = {"conversations": len(lines), "generated_tokens": sum(s["generated_tokens"] for s in sidecars),
             "order_seed": SEED, "parts": sidecars}
@@ -33,4 +38,10 @@ def mix(out: Path, parts: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    print(mix(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]), "conversations")
+    groups: list[list[Path]] = [[]]
+    for name in sys.argv[2:]:
+        if name == "--then":
+            groups.append([])
+        else:
+            groups[-1].append(Path(name))
+    print(mix(Path(sys.argv[1]), groups), "conversations")

@@ -44,6 +44,12 @@ def test_mixing_keeps_every_line(parts, tmp_path):
     assert read_json(tmp_path / "out.jsonl.meta.json")["generated_tokens"] == 3
 
 
+def test_parts_that_follow_leave_the_first_rows_as_they_were(parts, tmp_path):
+    assert mix(tmp_path / "alone.jsonl", parts[0]).returncode == 0
+    assert mix(tmp_path / "out.jsonl", parts[0], "--then", parts[1]).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes() + parts[1].read_bytes()
+
+
 def test_an_id_that_two_parts_have_is_refused(parts, tmp_path):
     assert "2 ids occur twice" in mix(tmp_path / "out.jsonl", parts[0], parts[0]).stderr
     assert not (tmp_path / "out.jsonl").exists()

@@ -19,6 +19,7 @@ from tests.tiny import make_tokenizer
 
 OWN = Path(__file__).parent / "own_templates"
 SHARED = Path(os.environ.get("DFLASH_SHARED", REPOSITORY.parent / "shared")) / "fixtures" / "chat_templates"
+TINY_HYBRID = REPOSITORY / "data" / "tiny_hybrid" / "chat_template.jinja"
 SMOLLM2 = REPOSITORY / "data" / "models" / "smollm2-135m-instruct" / "chat_template.jinja"
 
 
@@ -84,6 +85,11 @@ QWEN = {  # name: (template, tool calls by hand, options, the same as the templa
                      {"mode": "on"}),
     "own preserving": (OWN / "drops_thinking.jinja", said.json_calls, {"template_kwargs": {"keep_thoughts": True}},
                        {"keep_thoughts": True}, {"keep": True}),
+    "tiny hybrid": (TINY_HYBRID, said.json_calls, {}, {}, {}),
+    "tiny hybrid thinking": (TINY_HYBRID, said.json_calls, {"thinking": "on"}, {"enable_thinking": True},
+                             {"mode": "on"}),
+    "tiny hybrid preserving": (TINY_HYBRID, said.json_calls, {"template_kwargs": {"preserve_thinking": True}},
+                               {"preserve_thinking": True}, {"keep": True}),
 }
 
 

@@ -57,16 +57,21 @@ def test_notebooks_run_in_order_and_a_second_call_repeats_nothing(job):
     assert states == ["current", "current"] and printed.count("current, not repeated") == 2
 
 
-def test_only_from_and_force(job):
+def test_only_from_to_and_force(job):
     assert run(job)[0] == ["passed", "passed"]
     assert run(job, only="01_a", force=True)[0] == ["passed", "not run"]
     assert run(job, start="02_b")[0] == ["not run", "current"]
     assert run(job, start="02_b", force=True)[0] == ["not run", "passed"]
-    for bad in ({"only": "03_c"}, {"start": "03_c"}):
+    assert run(job, stop="01_a", force=True)[0] == ["passed", "not run"]
+    assert run(job, start="02_b", stop="02_b", force=True)[0] == ["not run", "passed"]
+    for bad in ({"only": "03_c"}, {"start": "03_c"}, {"stop": "03_c"}):
         with pytest.raises(RunError, match="03_c: no such notebook; there are: 01_a, 02_b"):
             run(job, **bad)
-    with pytest.raises(RunError, match="exclude each other"):
-        run(job, only="01_a", start="01_a")
+    for bad in ({"start": "01_a"}, {"stop": "01_a"}):
+        with pytest.raises(RunError, match="exclude each other"):
+            run(job, only="01_a", **bad)
+    with pytest.raises(RunError, match="--from 02_b comes after --to 01_a"):
+        run(job, start="02_b", stop="01_a")
 
 
 def test_what_a_stage_depends_on_makes_it_run_again(job, monkeypatch):
@@ -237,3 +242,13 @@ def test_an_interrupted_run_leaves_no_orphans_and_goes_on(job, signal_number):
     wait_for(lambda: all(map(gone, pids)))
     (job / "runs" / "job" / "again").touch()
     assert run(job)[0] == ["current", "passed"]
+
+
+def test_the_jobs_own_runs_dir(tmp_path):
+    """The parameter decides where run folders go, unless the caller does."""
+    write_notebook(tmp_path / "notebooks", "01_a", "runs_dir: str = ''\n", opening("01_a", "runs_dir"), finishing())
+    write_params(tmp_path, runs_dir=str(tmp_path / "scratch"))
+    _, result, _ = run(tmp_path, runs_dir=None)
+    assert result.folder == tmp_path / "scratch" / "job" and (result.folder / "params.yaml").is_file()
+    _, result, _ = run(tmp_path)
+    assert result.folder == tmp_path / "runs" / "job"
