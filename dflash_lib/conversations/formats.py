@@ -14,7 +14,7 @@ it is context only. `sources` says which files are read.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -306,11 +306,11 @@ class RowFormat:
                                     "a file holds rows of one form")
 
 
-def read_conversations(path: Path | str, max_samples: int | None = None,
-                       need_assistant: bool = True) -> Iterator[Conversation]:
+def read_conversations(path: Path | str, max_samples: int | None = None, need_assistant: bool = True,
+                       convert: Callable[[Any, str], Any] | None = None) -> Iterator[Conversation]:
     """Streams the conversations of a file or data set folder (see `sources`), at most `max_samples` of them.
 
-    Raises FileNotFoundError, ValueError for a broken line (number named) and ConversationError for a row that is no
+    convert: called with each decoded row and where it stands; brings forms of its own into one of those above. Raises FileNotFoundError, ValueError for a broken line (number named) and ConversationError for a row that is no
     conversation or of another form than the first, a repeated id, or a file without any conversation.
     """
     seen: dict[str, int] = {}
@@ -318,7 +318,7 @@ def read_conversations(path: Path | str, max_samples: int | None = None,
     for row in read_rows(path):
         if max_samples is not None and len(seen) >= max_samples:
             break
-        value = row.value()
+        value = row.value() if convert is None else convert(row.value(), row.where)
         row_format.check(value, row.where)
         conversation = parse_conversation(value, row.where, need_assistant, f"{row.unit}-{row.number}")
         if conversation.id in seen:
