@@ -310,7 +310,8 @@ def read_conversations(path: Path | str, max_samples: int | None = None, need_as
                        convert: Callable[[Any, str], Any] | None = None) -> Iterator[Conversation]:
     """Streams the conversations of a file or data set folder (see `sources`), at most `max_samples` of them.
 
-    convert: called with each decoded row and where it stands; brings forms of its own into one of those above. Raises FileNotFoundError, ValueError for a broken line (number named) and ConversationError for a row that is no
+    convert: called with each decoded row and where it stands; brings forms of its own into one of those above. Raises
+    FileNotFoundError, ValueError for a broken line (number named) and ConversationError for a row that is no
     conversation or of another form than the first, a repeated id, or a file without any conversation.
     """
     seen: dict[str, int] = {}

@@ -58,7 +58,8 @@ def _from_plain_field(row: Any, where: str) -> Any:
     except ConversationError as error:
         fields = [field for field in PLAIN_FIELDS if row.get(field) is not None]
         if not fields:
-            raise type(error)(f"{error}. Plain prompts are taken from the keys {', '.join(PLAIN_FIELDS)}, too") from error
+            raise ConversationError(f"{error}. Plain prompts are taken from the keys {', '.join(PLAIN_FIELDS)}, "
+                                    "too") from error
     text = row[fields[0]]
     if fields[0] == "turns":
         text = text[0] if isinstance(text, Sequence) and len(text) else None

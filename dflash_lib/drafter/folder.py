@@ -76,7 +76,12 @@ def load_drafter(folder: Path | str) -> TrainedDrafter:
 
 
 def check_fits_target(drafter: TrainedDrafter, identity: dict[str, str], where: str) -> None:
-    """Raises DrafterError unless the drafter was trained for the target with this identity (weights and tokenizer)."""
+    """Raises DrafterError unless the drafter was trained for the target with this identity (weights and tokenizer).
+
+    A drafter that knows no target (another tool's export) passes: only its shapes can be compared.
+    """
+    if not drafter.target:
+        return
     differs = {key: (drafter.target.get(key), identity[key]) for key in ("weights", "tokenizer")
                if drafter.target.get(key) != identity[key]}
     if differs:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_lib.drafter.folder import TrainedDrafter, check_fits_target
+from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, check_fits_target
+from dflash_lib.drafter.network import DrafterConfig
 from dflash_lib.target.loading import Target
 
 
@@ -34,11 +35,23 @@ def head_rows(target_head: Tensor, draft_vocab: Tensor | None) -> Tensor:
     return target_head if draft_vocab is None else target_head[draft_vocab].contiguous()
 
 
+def _check_shapes(config: DrafterConfig, target: Target, where: str) -> None:
+    """Raises DrafterError for a drafter whose configuration does not fit the target: what is left to look at when it
+    does not say which target it was trained for."""
+    wanted = {"hidden_size": target.hidden_size, "vocab_size": target.head.weight.shape[0],
+              "num_target_layers": target.num_layers}
+    differs = [f"{name} {getattr(config, name)}, the target's is {value}" for name, value in wanted.items()
+               if getattr(config, name) != value]
+    if differs:
+        raise DrafterError(f"{where}: the drafter is one of another target: {'; '.join(differs)}")
+
+
 class DrafterProposer:
     """The trained drafter with its context keys and values cached, one document at a time."""
 
     def __init__(self, drafter: TrainedDrafter, target: Target, name: str = "drafter"):
         check_fits_target(drafter, target.identity, name)
+        _check_shapes(drafter.config, target, name)
         self.name = name
         self.network, self.draft_vocab = drafter.network.to(target.device), drafter.draft_vocab
         self.config = drafter.config

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dflash_lib.decoding.acceptance import Interval, SlotAcceptance
-from dflash_lib.decoding.evaluation import BlockLength, SideBySide, Speed
+from dflash_lib.decoding.side_by_side import BlockLength, SideBySide, Speed
 from dflash_lib.decoding.speculative import SpeculativeDecoded
 from dflash_lib.report.style import COLOURS, label, new_figure, plain_axis, styled
 

@@ -1,32 +1,34 @@
 """Evaluation: prompts, walks of all proposers, real decoding side by side."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from dflash_lib.conversations.formats import Conversation, ConversationError
-from dflash_lib.conversations.templates import encode_prompt
 from dflash_lib.decoding.acceptance import Interval, acceptance_length, walk_acceptance
+from dflash_lib.decoding.agreement import Divergence
 from dflash_lib.decoding.baselines import BigramProposer
-from dflash_lib.decoding.evaluation import (
+from dflash_lib.decoding.eval_prompts import EvalPrompt
+from dflash_lib.decoding.evaluation import answer_prompts, draft_answers, walk_baselines, walk_block_sizes, with_layers
+from dflash_lib.decoding.side_by_side import (
     BlockLength,
-    EvalPrompt,
     SideBySide,
-    answer_prompts,
+    Way,
     best_block_size,
     block_lengths,
+    decode_in_turns,
     decode_side_by_side,
     measure_step_seconds,
-    read_prompts,
     record,
     showpiece,
     speed_of,
-    walk_baselines,
-    walk_block_sizes,
 )
-from dflash_lib.decoding.speculative import Decoded, SpeculativeDecoded, Step, greedy_generate
+from dflash_lib.decoding.speculative import (
+    Decoded,
+    SpeculativeDecoded,
+    Step,
+    greedy_generate,
+    speculative_generate,
+)
 from dflash_lib.target.capture import capture_batch
 
 LAYER_IDS = [1, 2, 4]
@@ -56,18 +58,6 @@ def answers(tiny_talker):
     return answer_prompts(tiny_talker, PROMPTS, 10, LAYER_IDS)
 
 
-def test_prompts(tiny_llama, tmp_path):
-    path = tmp_path / "p.jsonl"
-    turns = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "x"), ("user", "And"))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in (
-        {"id": "a", "kind": "facts", "messages": turns[:1]}, {"id": "b", "messages": turns}, {"messages": turns[:2]})))
-    first, second = read_prompts(path, tiny_llama.tokenizer, 2)
-    assert (first.id, first.kind, first.text, second.text, second.kind) == ("a", "facts", "Hi", "Hi\nAnd", "")
-    assert second.token_ids == encode_prompt(tiny_llama.tokenizer, Conversation("b", turns))
-    with pytest.raises(ConversationError, match="'line-3' does not end with a user turn"):
-        read_prompts(path, tiny_llama.tokenizer)
-
-
 def test_answers_and_their_states(tiny_talker, answers):
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.prompt is prompt
@@ -77,7 +67,7 @@ def test_answers_and_their_states(tiny_talker, answers):
 
 
 def test_every_block_size_is_walked(answers):
-    walks = walk_block_sizes(FromStates(), answers, 5)
+    walks = walk_block_sizes(draft_answers(FromStates(), answers, 5), answers, 5)
     assert list(walks) == [2, 3, 4, 5]
     for size, walk in walks.items():
         for answer, steps in zip(answers, walk, strict=True):
@@ -109,6 +99,7 @@ def test_baselines_see_what_their_names_say(answers):
     bigram = acceptance_length([s for steps in walks["bigram table"] for s in steps])
     repeated = sum(a == b for answer in answers for a, b in zip(answer.token_ids, answer.token_ids[1:], strict=False))
     assert (bigram > 1) == (repeated > 0)
+    assert list(walk_baselines(Recorder(), None, answers, 4)) == list(walks)[1:]
     with pytest.raises(ValueError, match="at least two prompts"):
         walk_baselines(Recorder(), BigramProposer(np.arange(384)), answers[:1], 4)
 
@@ -117,7 +108,7 @@ def test_side_by_side(tiny_talker, answers):
     done = []
     results = decode_side_by_side(tiny_talker, FromStates(), PROMPTS, 10, [3, 5], LAYER_IDS, done.append)
     assert done == [1, 2, 3]
-    walks = walk_block_sizes(FromStates(), answers, 5)
+    walks = walk_block_sizes(draft_answers(FromStates(), answers, 5), answers, 5)
     for i, (result, answer) in enumerate(zip(results, answers, strict=True)):
         assert result.prompt is PROMPTS[i] and list(result.speculative) == [3, 5]
         assert result.plain.token_ids == answer.token_ids
@@ -130,6 +121,54 @@ def test_side_by_side(tiny_talker, answers):
         steps = [step for r in results for step in r.speculative[size].steps]
         assert speed.acceptance_length == acceptance_length(steps)
     assert len(walks[3]) == 3
+
+
+def test_ways_of_several_drafters_take_turns(tiny_talker):
+    """Other block sizes and other layers in one call, each as if it were alone."""
+    ways = {"a": Way(FromStates(), 3, [1, 2, 4]), "b": Way(FromStates(), 5, [0, 5])}
+    results = decode_in_turns(tiny_talker, ways, PROMPTS, 10)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.plain.token_ids == greedy_generate(tiny_talker, prompt.token_ids, 10).token_ids
+        for name, way in ways.items():
+            alone = speculative_generate(tiny_talker, FromStates(), prompt.token_ids, 10, way.block_size, way.layer_ids)
+            assert result.outcome(name) == "identical" and result.divergences == {}
+            assert [s.accepted for s in result.speculative[name].steps] == [s.accepted for s in alone.steps]
+    assert speed_of(results, "b", 5).block_size == 5
+
+
+def test_layers_of_answers(tiny_talker, answers):
+    wide = answer_prompts(tiny_talker, PROMPTS, 10, [0, 1, 2, 4])
+    for one, other in zip(with_layers(wide, [0, 1, 2, 4], LAYER_IDS), answers, strict=True):
+        torch.testing.assert_close(one.states, other.states, rtol=0, atol=0)
+
+
+def test_a_near_tie_is_not_equal_and_a_difference_is_neither(tiny_talker, monkeypatch):
+    """A decoder that goes astray at one place: what counts is the gap between the two tokens there."""
+    from dflash_lib.decoding import agreement, side_by_side
+
+    def astray(*arguments, **more):
+        found = speculative_generate(*arguments, **more)
+        wrong = [*found.token_ids[:2], (found.token_ids[2] + 1) % 384, *found.token_ids[3:]]
+        return SpeculativeDecoded(wrong, found.finish_reason, found.seconds, found.prefill_seconds, found.steps)
+
+    monkeypatch.setattr(side_by_side, "speculative_generate", astray)
+    results = decode_side_by_side(tiny_talker, FromStates(), PROMPTS[:1], 6, [3], LAYER_IDS)
+    assert results[0].divergences[3].position == 2 and results[0].outcome(3) == "different"
+    speed = speed_of(results, 3)
+    assert (speed.num_identical, speed.num_near_ties, speed.num_different) == (0, 0, 1)
+    monkeypatch.setattr(agreement, "NEAR_TIE", 1000.0)
+    speed = speed_of(results, 3)
+    assert (speed.num_identical, speed.num_near_ties, speed.num_different) == (0, 1, 0)
+
+
+def test_outcomes_by_hand():
+    plain, same = Decoded([1, 2], "length", 1.0, 0.5), SpeculativeDecoded([1, 2], "length", 1.0, 0.5, [])
+    stopped = SpeculativeDecoded([1, 2], "stop", 1.0, 0.5, [])
+    other = SpeculativeDecoded([1, 3], "length", 1.0, 0.5, [])
+    tie, gap = Divergence(1, 2, 3, 5e-5), Divergence(1, 2, 3, 2e-4)
+    result = SideBySide(PROMPTS[0], plain, {"same": same, "stopped": stopped, "tie": other, "gap": other},
+                        {"tie": tie, "gap": gap})
+    assert [result.outcome(way) for way in result.speculative] == ["identical", "different", "near-tie", "different"]
 
 
 def decoded(num_tokens, seconds, prefill, steps=None, tokens=None):
@@ -145,12 +184,14 @@ def test_speed_by_hand():
                SideBySide(PROMPTS[1], decoded(11, 11.0, 1.0),
                           {4: decoded(11, 4.0, 1.0, steps, tokens=[9] * 11)})]
     speed = speed_of(results, 4)
-    assert (speed.num_identical, speed.acceptance_length) == (1, 2.0)
+    assert (speed.num_identical, speed.num_near_ties, speed.num_different) == (1, 0, 1)
+    assert speed.acceptance_length == 2.0
     assert (speed.tokens_per_second, speed.plain_tokens_per_second) == (22 / 8, 1.0)
     assert speed.speedup == Interval(2.75, 2.75, 2.75)
     assert (speed.plain_step_s, speed.step_s) == (1.0, pytest.approx(0.6))
     assert (speed.verify_s, speed.draft_s) == (pytest.approx(0.2), pytest.approx(0.05))
     assert speed.break_even == pytest.approx(0.6)
+    assert speed.output_token_s == pytest.approx(6 / 20) and speed.draft_share == pytest.approx(0.05 / 0.6)
 
 
 def test_block_lengths_by_hand():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dflash_lib.decoding.acceptance import Interval, SlotAcceptance
-from dflash_lib.decoding.evaluation import BlockLength, EvalPrompt, SideBySide, Speed
+from dflash_lib.decoding.eval_prompts import EvalPrompt
+from dflash_lib.decoding.side_by_side import BlockLength, SideBySide, Speed
 from dflash_lib.decoding.speculative import Decoded, SpeculativeDecoded, Step
 from dflash_lib.report import figures_decoding as figures
 from tests.tiny import make_tokenizer
@@ -12,9 +13,10 @@ from tests.tiny import make_tokenizer
 ACCEPTANCE = {"trained drafter": Interval(1.5, 1.4, 1.6), "bigram table": Interval(1.2, 1.1, 1.3),
               "zeroed states": Interval(1.45, 1.3, 1.6)}
 LEADS = {"bigram table": Interval(0.3, 0.2, 0.4), "zeroed states": Interval(0.05, -0.1, 0.2)}
-SPEED = Speed(block_size=4, num_prompts=2, num_identical=2, acceptance_length=1.5, tokens_per_second=2.0,
-              plain_tokens_per_second=1.0, speedup=Interval(1.2, 1.1, 1.3), plain_step_s=0.1, step_s=0.12, verify_s=0.1,
-              draft_s=0.02)
+SPEED = Speed(block_size=4, num_prompts=2, num_identical=2, num_near_ties=0, num_different=0, acceptance_length=1.5,
+              tokens_per_second=2.0, plain_tokens_per_second=1.0,
+              speedup=Interval(1.2, 1.1, 1.3), plain_step_s=0.1, step_s=0.12, verify_s=0.1,
+              draft_s=0.02, output_token_s=0.08)
 PROMPT = EvalPrompt("a", "facts", "What <b>?", [1, 2])
 
 

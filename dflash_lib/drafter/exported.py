@@ -1,0 +1,123 @@
+"""Reads z-lab's folder format back (export.py writes it), and finds the drafter in whatever folder holds one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, load_drafter
+from dflash_lib.drafter.network import FULL, DFlashDrafter, DrafterConfig
+from dflash_lib.files import read_json
+from dflash_lib.target.loading import Target
+
+HEAD_TOLERANCE = 0.01  # relative: a head stored in bfloat16 is within 0.4 % of the target's
+
+
+def find_drafter(path: Path | str) -> Path:
+    """The folder itself, or `drafter/best` of a run folder. Raises DrafterError for a folder without a drafter."""
+    path = Path(path)
+    if not path.is_dir():
+        raise DrafterError(f"{path}: no such drafter folder")
+    if (path / "config.json").is_file():
+        return path
+    best = path / "drafter" / "best"
+    if (best / "config.json").is_file():
+        return best
+    if (path / "params.yaml").is_file():
+        raise DrafterError(f"{path}: this run has no trained drafter yet (no drafter/best); run it up to 06_train")
+    raise DrafterError(f"{path}: no config.json; expected a drafter folder (a run's drafter/best), an exported one, or "
+                       "a run folder")
+
+
+def open_drafter(path: Path | str, target: Target) -> TrainedDrafter:
+    """The drafter of a run folder, of its drafter/best, or of an exported folder. Raises DrafterError."""
+    folder = find_drafter(path)
+    if is_exported(folder):
+        return load_exported(folder, target)
+    return load_drafter(folder)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether config.json is an engine's (z-lab's format), not the workbench's own."""
+    return "dflash_config" in read_json(folder / "config.json")
+
+
+def load_exported(folder: Path | str, target: Target) -> TrainedDrafter:
+    """A drafter in z-lab's format, in float32; `target` is {} where the export does not say which it was trained for.
+
+    The workbench proposes over the target's own head: a head that is in the export must be the target's rows. Raises
+    DrafterError for fields or tensors that are missing or do not fit, and for another head.
+    """
+    folder = Path(folder)
+    config = _config(folder)
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise DrafterError(f"{folder}: no readable model.safetensors ({error})") from error
+    head, vocab = tensors.pop("lm_head.weight", None), _draft_vocab(folder, tensors.pop("d2t", None), config)
+    network = DFlashDrafter(config)
+    expected = {name: tuple(p.shape) for name, p in network.named_parameters()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    wrong = [f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
+             for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+    if wrong:
+        raise DrafterError(f"{folder}: weights do not fit config.json: {'; '.join(wrong[:5])}")
+    with torch.no_grad():
+        network.load_state_dict(tensors)
+    if head is not None:
+        _check_head(folder, head, vocab, target)
+    try:
+        identity = json.loads(metadata.get("workbench", "{}")).get("target", {})
+    except (ValueError, AttributeError) as error:
+        raise DrafterError(f"{folder}: the workbench's entry in model.safetensors is damaged ({error})") from error
+    return TrainedDrafter(network.eval().requires_grad_(False), vocab, identity, {})
+
+
+def _config(folder: Path) -> DrafterConfig:
+    c = read_json(folder / "config.json")
+    try:
+        dflash: dict[str, Any] = c["dflash_config"]
+        num_layers = c["num_hidden_layers"]
+        theta = c.get("rope_theta", (c.get("rope_parameters") or {}).get("rope_theta"))
+        if theta is None:
+            raise KeyError("rope_theta")
+        return DrafterConfig(
+            hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
+            num_attention_heads=c["num_attention_heads"], num_key_value_heads=c["num_key_value_heads"],
+            head_dim=c["head_dim"], rms_norm_eps=c["rms_norm_eps"], rope_theta=theta,
+            max_position_embeddings=c["max_position_embeddings"], vocab_size=c["vocab_size"],
+            num_target_layers=c["num_target_layers"], target_layer_ids=dflash["target_layer_ids"],
+            block_size=c["block_size"], mask_token_id=dflash["mask_token_id"],
+            layer_types=c.get("layer_types") or [FULL] * num_layers,
+            sliding_window=c.get("sliding_window") if c.get("use_sliding_window") else None,
+            draft_vocab_size=c.get("draft_vocab_size"))
+    except KeyError as error:
+        raise DrafterError(f"{folder}/config.json: {error.args[0]} is missing; an exported drafter has it") from error
+    except (TypeError, ValueError) as error:
+        raise DrafterError(f"{folder}/config.json: {error}") from error
+
+
+def _draft_vocab(folder: Path, offsets: Tensor | None, config: DrafterConfig) -> Tensor | None:
+    """int64 target ids of the reduced head, from d2t's offsets."""
+    if (None if offsets is None else len(offsets)) != config.draft_vocab_size:
+        raise DrafterError(f"{folder}: d2t has {'no' if offsets is None else len(offsets)} entries, config.json's "
+                           f"draft_vocab_size is {config.draft_vocab_size}")
+    return None if offsets is None else offsets.long() + torch.arange(len(offsets))
+
+
+def _check_head(folder: Path, head: Tensor, vocab: Tensor | None, target: Target) -> None:
+    own = target.head.weight.detach().cpu()
+    if vocab is not None and (vocab.min() < 0 or vocab.max() >= len(own)):
+        raise DrafterError(f"{folder}: d2t leads to token {int(vocab.max())}, the target has {len(own)}")
+    own = (own if vocab is None else own[vocab]).float()
+    if head.shape != own.shape:
+        raise DrafterError(f"{folder}: the drafter is one of another target: its head is {list(head.shape)}, the "
+                           f"target's {list(own.shape)}")
+    if not torch.allclose(head.float(), own, rtol=HEAD_TOLERANCE, atol=float(HEAD_TOLERANCE * own.abs().mean())):
+        raise DrafterError(f"{folder}: its head (lm_head.weight) is not made of the target's rows: a drafter of another "
+                           "target, or one with a head of its own, which the workbench cannot evaluate")

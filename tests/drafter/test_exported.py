@@ -1,0 +1,101 @@
+"""A drafter's export read back, and the folders that hold a drafter."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, export_zlab
+from dflash_lib.drafter.exported import find_drafter, load_exported, open_drafter
+from dflash_lib.drafter.folder import save_drafter
+from tests.decoding.test_training_walk import make_drafter
+
+
+@pytest.fixture
+def saved(tiny_llama, tmp_path):
+    """A run folder with drafter/best and its export."""
+    drafter = make_drafter(tiny_llama, torch.tensor([2, 7, 90]))
+    save_drafter(tmp_path / "run" / "drafter" / "best", drafter)
+    export_zlab(tmp_path / "run" / "drafter" / "best", tiny_llama, tmp_path / "zlab", dtype="float32")
+    return tmp_path
+
+
+def same(one: TrainedDrafter, other: TrainedDrafter) -> bool:
+    theirs = other.network.state_dict()
+    return (one.config == other.config and torch.equal(one.draft_vocab, other.draft_vocab)
+            and one.target == other.target
+            and all(torch.equal(p, theirs[name]) for name, p in one.network.state_dict().items()))
+
+
+def test_every_folder_leads_to_the_same_drafter(tiny_llama, saved):
+    made = make_drafter(tiny_llama, torch.tensor([2, 7, 90]))
+    for folder in (saved / "run", saved / "run" / "drafter" / "best", saved / "zlab"):
+        assert same(open_drafter(folder, tiny_llama), made), folder
+        assert not any(p.requires_grad for p in open_drafter(folder, tiny_llama).network.parameters())
+
+
+def test_bfloat16_exports_come_back_rounded(tiny_llama, saved):
+    export_zlab(saved / "run" / "drafter" / "best", tiny_llama, saved / "half")
+    back, made = load_exported(saved / "half", tiny_llama), make_drafter(tiny_llama)
+    assert back.network.fc.weight.dtype == torch.float32
+    assert torch.equal(back.network.fc.weight, made.network.fc.weight.bfloat16().float())
+
+
+def test_folders_without_a_drafter(saved, tmp_path):
+    with pytest.raises(DrafterError, match="nowhere: no such drafter folder"):
+        find_drafter(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DrafterError, match="empty: no config.json; expected"):
+        find_drafter(tmp_path / "empty")
+    (tmp_path / "empty" / "params.yaml").write_text("")
+    with pytest.raises(DrafterError, match="no trained drafter yet"):
+        find_drafter(tmp_path / "empty")
+
+
+def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
+    def broken(name, change=None, tensors=None):
+        folder = shutil.copytree(saved / "zlab", tmp_path / name)
+        if change is not None:
+            config = json.loads((folder / "config.json").read_text())
+            change(config)
+            (folder / "config.json").write_text(json.dumps(config))
+        if tensors is not None:
+            held = load_file(folder / "model.safetensors")
+            tensors(held)
+            save_file(held, folder / "model.safetensors")
+        return folder
+
+    for name, change, tensors, message in (
+            ("no theta", lambda c: (c.pop("rope_theta"), c.pop("rope_parameters")), None, "rope_theta is missing"),
+            ("no mask", lambda c: c["dflash_config"].pop("mask_token_id"), None, "mask_token_id is missing"),
+            ("block", lambda c: c.update(block_size=1), None, "block_size 1 drafts nothing"),
+            ("no vocabulary", lambda c: c.pop("draft_vocab_size"), None, "d2t has 3 entries"),
+            ("lacks", None, lambda t: t.pop("norm.weight"), r"norm\.weight: missing"),
+            ("more", None, lambda t: t.update({"embed_tokens.weight": torch.zeros(2)}), "embed_tokens"),
+            ("other head", None, lambda t: t["lm_head.weight"].mul_(1.1), "not made of the target's rows"),
+            ("other d2t", None, lambda t: t["d2t"].add_(500), "d2t leads to token")):
+        with pytest.raises(DrafterError, match=message):
+            load_exported(broken(name, change, tensors), tiny_llama)
+    cut = broken("cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:100])
+    with pytest.raises(DrafterError, match="no readable model.safetensors"):
+        load_exported(cut, tiny_llama)
+    (cut / "model.safetensors").unlink()
+    with pytest.raises(DrafterError, match="no readable model.safetensors"):
+        load_exported(cut, tiny_llama)
+
+
+def test_a_drafter_of_another_target_is_refused(tiny_llama, tiny_qwen3_5, saved):
+    with pytest.raises(DrafterError, match="another target"):
+        DrafterProposer(open_drafter(saved / "run", tiny_qwen3_5), tiny_qwen3_5)
+    held = load_file(saved / "zlab" / "model.safetensors")
+    save_file(held, saved / "zlab" / "model.safetensors")  # without the note of its target, as other tools write it
+    drafter = load_exported(saved / "zlab", tiny_llama)
+    assert drafter.target == {} and DrafterProposer(drafter, tiny_llama).config.block_size == 4
+    for key, value in (("hidden_size", 32), ("vocab_size", 400), ("num_target_layers", 9)):
+        network = make_drafter(tiny_llama).network
+        object.__setattr__(network.config, key, value)
+        with pytest.raises(DrafterError, match=f"one of another target: {key} {value}, the target's is"):
+            DrafterProposer(TrainedDrafter(network, None, {}), tiny_llama)
