@@ -65,10 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     regenerate.add_argument("--max-new-tokens", type=int, default=144, help="of one answer (default: %(default)s)")
     regenerate.add_argument("--batch-size", type=int, default=64, help="conversations at once (default: %(default)s)")
     regenerate.add_argument("--max-samples", type=int, help="the first so many conversations (default: all)")
-    regenerate.add_argument("--thinking", choices=("default", "on", "off"), default="default",
-                            help="of the chat template, as 04_extract's parameter (default: the template's own mode)")
-    regenerate.add_argument("--template-kwargs", type=_json_object, default={}, metavar="JSON",
-                            help="more variables for the chat template, as 04_extract's template_kwargs")
+    _add_rendering(regenerate)
     regenerate.add_argument("--dtype", default="float32", help="default: %(default)s")
     regenerate.add_argument("--device", default="cpu", help="default: %(default)s")
     regenerate.set_defaults(function=_regenerate)
@@ -85,6 +82,21 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--device", default="cpu", help="default: %(default)s")
     prompts.set_defaults(function=_prompts)
 
+    evaluate = commands.add_parser("evaluate", help="decode with and without drafters: acceptance, speed")
+    evaluate.add_argument("--drafter", dest="drafters", type=Path, action="append", required=True, metavar="DIR",
+                          help="a run folder, its drafter/best, or an exported drafter; repeat it for several")
+    evaluate.add_argument("--model", required=True, help="folder or hub id of the target")
+    evaluate.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE",
+                          help="named prompt sets (default: those in data/eval_prompts)")
+    evaluate.add_argument("--num-prompts", type=int, help="the first so many of each set (default: all)")
+    evaluate.add_argument("--max-new-tokens", type=int, default=64, help="of one answer (default: %(default)s)")
+    _add_rendering(evaluate)
+    evaluate.add_argument("--dtype", default="float32", help="of target and drafters (default: %(default)s)")
+    evaluate.add_argument("--device", default="cpu", help="default: %(default)s")
+    evaluate.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's own choice)")
+    evaluate.add_argument("--out", type=Path, required=True, help="new folder for results.json, figures and page")
+    evaluate.set_defaults(function=_evaluate)
+
     describe = commands.add_parser("describe", help="print what a hidden-state store holds")
     describe.add_argument("store", type=Path, help="store folder, such as runs/demo/states")
     describe.set_defaults(function=_describe)
@@ -97,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch-demo-model", help="fetch SmolLM2-135M-Instruct into data/models, once")
     fetch.set_defaults(function=_fetch_demo_model)
     return parser
+
+
+def _add_rendering(parser: argparse.ArgumentParser) -> None:
+    """How the chat template renders prompts."""
+    parser.add_argument("--thinking", choices=("default", "on", "off"), default="default",
+                        help="of the chat template, as 04_extract's parameter (default: the template's own mode)")
+    parser.add_argument("--template-kwargs", type=_json_object, default={}, metavar="JSON",
+                        help="more variables for the chat template, as 04_extract's template_kwargs")
 
 
 def _json_object(text: str) -> dict:
@@ -201,6 +221,40 @@ def _prompts(options: argparse.Namespace) -> int:
     batches = sample_prompts(target, options.out, settings)
     print(f"{options.out}: {options.num} prompts out of {batches * options.batch_size} drawn")
     return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    import torch
+
+    from dflash_lib.conversations.rendering import ChatTemplate, TemplateOptions
+    from dflash_lib.decoding.comparison import compare_drafters, drafter_names, open_drafters
+    from dflash_lib.decoding.eval_prompts import parse_prompt_sets, read_prompt_sets
+    from dflash_lib.report.evaluation_page import claim_folder, rendering_notes, summary, write_evaluation
+    from dflash_lib.target.loading import load_target
+
+    if options.max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: an answer needs at least 2, for a verify step")
+    rendering = TemplateOptions(thinking=options.thinking, template_kwargs=options.template_kwargs)
+    sets = parse_prompt_sets(options.prompts)
+    drafter_names(options.drafters)  # before a large target is loaded: are they there?
+    out = claim_folder(options.out)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    target = load_target(options.model, options.dtype, options.device)
+    prompts = read_prompt_sets(sets, ChatTemplate(target.tokenizer, rendering), options.num_prompts)
+    drafters = open_drafters(options.drafters, target)
+    comparison = compare_drafters(target, drafters, prompts, options.max_new_tokens)
+    about = {"target": str(options.model), "dtype": target.report.dtype, "device": str(target.device),
+             "threads": torch.get_num_threads(), "max_new_tokens": options.max_new_tokens,
+             "prompt_sets": {name: str(path) for name, path in sets.items()}, "num_prompts": len(prompts),
+             "thinking": options.thinking, "template_kwargs": options.template_kwargs}
+    checks = write_evaluation(out, comparison, target.tokenizer, about, rendering_notes(drafters, rendering))
+    print(f"\n{summary(comparison)}\n\npage: {out / 'index.html'}")
+    failed = [check for check in checks if not check["passed"]]
+    for check in failed:
+        print(f"{check['name']}: measured {check['value']:.6g}, must be {check['op']} {check['limit']}",
+              file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _describe(options: argparse.Namespace) -> int:

@@ -116,8 +116,8 @@ def _check_head(folder: Path, head: Tensor, vocab: Tensor | None, target: Target
         raise DrafterError(f"{folder}: d2t leads to token {int(vocab.max())}, the target has {len(own)}")
     own = (own if vocab is None else own[vocab]).float()
     if head.shape != own.shape:
-        raise DrafterError(f"{folder}: the drafter is one of another target: its head is {list(head.shape)}, the "
-                           f"target's {list(own.shape)}")
+        raise DrafterError(f"{folder}: the drafter is one of another target: its head is {list(head.shape)}, that of "
+                           f"the target {list(own.shape)}")
     if not torch.allclose(head.float(), own, rtol=HEAD_TOLERANCE, atol=float(HEAD_TOLERANCE * own.abs().mean())):
-        raise DrafterError(f"{folder}: its head (lm_head.weight) is not made of the target's rows: a drafter of another "
-                           "target, or one with a head of its own, which the workbench cannot evaluate")
+        raise DrafterError(f"{folder}: its head (lm_head.weight) is not made of the target's rows: a drafter of "
+                           "another target, or one with a head of its own, which the workbench cannot evaluate")

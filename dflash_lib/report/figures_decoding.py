@@ -1,7 +1,7 @@
 """Figures of notebook 07: acceptance of the trained drafter beside toys, by slot, by kind, by block size; speed."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -106,11 +106,15 @@ def block_size_figure(lengths: Sequence[BlockLength], measured: Sequence[Speed])
 
 
 @styled
-def speed_figure(results: Sequence[SideBySide], speed: Speed) -> Figure:
-    """Tokens a second of each prompt with and without drafter, and where the time goes."""
+def speed_figure(results: Sequence[SideBySide], speed: Speed, way: Hashable = None) -> Figure:
+    """Tokens a second of each prompt with and without drafter, and where the time goes.
+
+    way: whose results are shown; None = those under the block size.
+    """
+    way = speed.block_size if way is None else way
     figure, (left, right) = new_figure(1, 2, height=3.6, gridspec_kw={"width_ratios": [3, 2]})
     rates = np.array([[len(r.plain.token_ids) / r.plain.seconds,
-                       len(r.speculative[speed.block_size].token_ids) / r.speculative[speed.block_size].seconds]
+                       len(r.speculative[way].token_ids) / r.speculative[way].seconds]
                       for r in results])
     order, x = np.argsort(rates[:, 1] / rates[:, 0]), np.arange(len(rates))
     left.vlines(x, rates[order, 0], rates[order, 1], color=COLOURS["grey"], linewidth=1.2)
@@ -120,7 +124,7 @@ def speed_figure(results: Sequence[SideBySide], speed: Speed) -> Figure:
     left.set_xticks([])
     left.set_ylim(bottom=0)
     label(left, x="prompts, by speed-up", y="tokens a second", title="Each prompt", legend=True)
-    drafted = [r.speculative[speed.block_size] for r in results]
+    drafted = [r.speculative[way] for r in results]
     plain_s = sum(r.plain.seconds for r in results)
     parts = {"prompt": sum(d.prefill_seconds for d in drafted), "verify": sum(d.verify_seconds for d in drafted),
              "draft": sum(d.draft_seconds for d in drafted)}

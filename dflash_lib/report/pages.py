@@ -38,7 +38,7 @@ def build_report(run: Path | str) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     entries = [_entry(run, name, partial) for name in names]
-    _write(partial / "index.html", f"DFlash run {run.resolve().name}", _index(run, entries))
+    write_page(partial / "index.html", f"DFlash run {run.resolve().name}", _index(run, entries))
     shutil.rmtree(report, ignore_errors=True)
     partial.rename(report)
     return report / "index.html"
@@ -58,7 +58,7 @@ def _entry(run: Path, name: str, out: Path) -> dict[str, Any]:
         notebook, _ = CoalesceStreamsPreprocessor(enabled=True)(notebook, {})
         body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
         back = '<p><a href="index.html">&larr; the whole run</a></p>'
-        _write(out / entry["page"], entry["title"],
+        write_page(out / entry["page"], entry["title"],
                f"<style>{HtmlFormatter(style='default').get_style_defs('.highlight pre')}</style>{back}"
                f'<article class="card notebook">{body}</article>')
     if record is not None and record["headline_figure"]:
@@ -97,7 +97,7 @@ def _index(run: Path, entries: list[dict[str, Any]]) -> str:
     params = "".join(f"<tr><td><code>{escape(key)}</code></td><td>{escape(show(value))}</td></tr>"
                      for key, value in read_parameters_file(run / "params.yaml").items())
     return f"""<header class="top"><h1>DFlash run <em>{escape(run.resolve().name)}</em></h1>
-{_pill(state, good)}</header>
+{pill(state, good)}</header>
 <p class="muted">{when} &middot; {minutes:.1f} minutes in the notebooks</p>
 <section class="card scroll"><table class="wide"><thead><tr><th>notebook</th><th>outcome</th><th>checks</th>
 <th class="number">time</th></tr></thead><tbody>{rows}</tbody></table></section>
@@ -112,11 +112,11 @@ def _row(entry: dict[str, Any]) -> str:
     record = entry["record"]
     if record is None:
         return (f'<tr><td class="nowrap"><a href="#{entry["name"]}">{escape(entry["title"])}</a></td>'
-                f"<td>{escape(entry['error'])}</td><td>{_pill('not finished', False)}</td><td></td></tr>")
+                f"<td>{escape(entry['error'])}</td><td>{pill('not finished', False)}</td><td></td></tr>")
     passed = sum(check["passed"] for check in record["checks"])
-    pill = _pill(f"{passed}/{len(record['checks'])}", record["passed"])
+    state = pill(f"{passed}/{len(record['checks'])}", record["passed"])
     return (f'<tr><td class="nowrap"><a href="#{entry["name"]}">{escape(entry["title"])}</a></td>'
-            f'<td>{escape(record["outcome"])}</td><td>{pill}</td><td class="number">{_seconds(record["seconds"])}</td>'
+            f'<td>{escape(record["outcome"])}</td><td>{state}</td><td class="number">{_seconds(record["seconds"])}</td>'
             "</tr>")
 
 
@@ -125,10 +125,10 @@ def _card(entry: dict[str, Any]) -> str:
     link = f'<p><a href="{entry["page"]}">The notebook as executed &rarr;</a></p>' if entry["page"] else ""
     head = f'<section class="card" id="{entry["name"]}"><h2>{escape(entry["title"])}'
     if record is None:
-        return (f'{head} {_pill("not finished", False)}</h2><div class="error">{escape(entry["error"])}</div>'
+        return (f'{head} {pill("not finished", False)}</h2><div class="error">{escape(entry["error"])}</div>'
                 f"{link}</section>")
     failed = [check for check in record["checks"] if not check["passed"]]
-    state = _pill("passed" if record["passed"] else f"{len(failed)} failed", record["passed"])
+    state = pill("passed" if record["passed"] else f"{len(failed)} failed", record["passed"])
     figure = ""
     if entry["figure"]:
         caption = next(f["caption"] for f in record["figures"] if f["name"] == record["headline_figure"])
@@ -137,22 +137,29 @@ def _card(entry: dict[str, Any]) -> str:
     differences = "".join(
         f"<li><code>{escape(name)}</code>: {escape(show(ours))} in the notebook, {escape(show(theirs))} in the run</li>"
         for name, (theirs, ours) in record["differences"].items())
-    checks = "".join(
-        f'<tr><td>{_pill("pass" if c["passed"] else "FAIL", c["passed"])}</td><td>{escape(c["name"])}</td>'
-        f'<td class="number">{escape(show(c["value"]))}</td>'
-        f'<td class="nowrap">{SIGNS[c["op"]]} {escape(show(c["limit"]))}</td>'
-        f'<td class="muted">{escape(c["note"])}</td></tr>' for c in record["checks"])
-    opened = " open" if failed or len(record["checks"]) <= 10 else ""
-    table = (f'<details{opened}><summary>{len(record["checks"])} checks</summary>'
-             '<div class="scroll"><table class="wide"><thead><tr><th></th><th>check</th>'
-             '<th class="number">measured</th>'
-             f"<th>limit</th><th></th></tr></thead><tbody>{checks}</tbody></table></div></details>" if checks else "")
     return f"""{head} {state}</h2>
 <p class="muted">{escape(record["question"])}</p><p class="outcome">{escape(record["outcome"])}</p>
-{figure}{table}{f"<ul>{differences}</ul>" if differences else ""}{link}</section>"""
+{figure}{checks_html(record["checks"])}{f"<ul>{differences}</ul>" if differences else ""}{link}</section>"""
 
 
-def _pill(text: str, good: bool) -> str:
+def checks_html(checks: list[dict[str, Any]]) -> str:
+    """Named checks as a table that is folded up when it is long and all is well; "" without any."""
+    if not checks:
+        return ""
+    rows = "".join(
+        f'<tr><td>{pill("pass" if c["passed"] else "FAIL", c["passed"])}</td><td>{escape(c["name"])}</td>'
+        f'<td class="number">{escape(show(c["value"]))}</td>'
+        f'<td class="nowrap">{SIGNS[c["op"]]} {escape(show(c["limit"]))}</td>'
+        f'<td class="muted">{escape(c["note"])}</td></tr>' for c in checks)
+    opened = " open" if len(checks) <= 10 or not all(c["passed"] for c in checks) else ""
+    return (f'<details{opened}><summary>{len(checks)} checks</summary>'
+            '<div class="scroll"><table class="wide"><thead><tr><th></th><th>check</th>'
+            '<th class="number">measured</th>'
+            f"<th>limit</th><th></th></tr></thead><tbody>{rows}</tbody></table></div></details>")
+
+
+def pill(text: str, good: bool) -> str:
+    """A word on green ground, or on red."""
     return f'<span class="pill {"good" if good else "bad"}">{escape(text)}</span>'
 
 
@@ -160,7 +167,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-def _write(path: Path, title: str, body: str) -> None:
+def write_page(path: Path, title: str, body: str) -> None:
+    """A whole static page around `body` (HTML), with the one sheet of all pages in it."""
     path.write_text(f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>
