@@ -102,8 +102,9 @@ class Evaluation:
 
     acceptance, slots, histogram, by_set, by_kind, positions, repetition: of the steps decoded for real. walked: the
     steps along the target's answers by name, the trained drafter first and toys behind it; promised: each block size
-    from walk and step costs; speeds: real decoding at `block_size` and at the best one; rejected: tables of refused
-    drafts. way: the key of block_size in the `SideBySide` results.
+    from walk and step costs; speeds: real decoding at `block_size` and at the best one; walk: training's against
+    decoding, None where rounding led every prompt to another text than the one that was walked; rejected: tables of
+    refused drafts. way: the key of block_size in the `SideBySide` results.
     """
 
     name: str
@@ -123,7 +124,7 @@ class Evaluation:
     promised: list[BlockLength]
     best_block_size: int
     speeds: dict[int, Speed]
-    walk: WalkComparison
+    walk: WalkComparison | None
     rejected: list[dict[str, Any]]
     rejected_examples: list[dict[str, Any]]
 
@@ -210,6 +211,7 @@ def _evaluation(target: Target, drafter: NamedDrafter, walk: _Walk, results: Seq
     steps = [answer.steps for answer in decoded]
     flat = [step for of_prompt in steps for step in of_prompt]
     prompts = [result.prompt for result in results]
+    comparable = any(a.token_ids == d.token_ids and d.steps for a, d in zip(walk.answers, decoded, strict=True))
     rejections = find_rejections(walk.drafts, walk.answers, walk.by_size[size])
     return Evaluation(
         name=drafter.name, path=drafter.path, block_size=size, layer_ids=drafter.layer_ids, way=way,
@@ -221,7 +223,7 @@ def _evaluation(target: Target, drafter: NamedDrafter, walk: _Walk, results: Seq
         repetition=by_repetition(steps, shares), walked={TRAINED: walk.by_size[size], **walk.toys},
         promised=walk.promised, best_block_size=walk.best,
         speeds={s: speed_of(results, (drafter.name, s), s) for s in sorted({size, walk.best})},
-        walk=compare_walk(walk.training, walk.answers, decoded),
+        walk=compare_walk(walk.training, walk.answers, decoded) if comparable else None,
         rejected=rejection_table(target.tokenizer, rejections),
         rejected_examples=rejection_examples(target.tokenizer, rejections))
 

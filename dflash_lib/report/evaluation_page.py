@@ -61,8 +61,9 @@ def evaluation_checks(comparison: Comparison, dtype: str) -> list[dict[str, Any]
             if dtype == "float32":
                 check(f"{e.name}, block size {size}: answers unlike plain decoding's, near-ties apart",
                       speed.num_different, "==", 0, note)
-        check(f"{e.name}: training\u2019s walk against decoding, relative", e.walk.difference, "<=", WALK_LIMIT,
-              f"{e.walk.num_prompts} prompts compared, {e.walk.num_other} decoded to another text")
+        if e.walk is not None:
+            check(f"{e.name}: training\u2019s walk against decoding, relative", e.walk.difference, "<=", WALK_LIMIT,
+                  f"{e.walk.num_prompts} prompts compared, {e.walk.num_other} decoded to another text")
     return checks
 
 
@@ -159,9 +160,10 @@ def _figures(comparison: Comparison) -> dict[str, tuple[Any, str]]:
                             "Acceptance and cost of every block size up to the trained one."),
             "speed": (decoding_figures.speed_figure(results, e.speeds[e.best_block_size],
                                                     (e.name, e.best_block_size)),
-                      "Speed with and without drafter, at the best block size, in turns on this machine."),
-            "walk": (figures.walk_figure(e.walk),
-                     "Acceptance as training counts it, on the answers that were decoded.")}.items()}
+                      "Speed with and without drafter, at the best block size, in turns on this machine.")}.items()}
+        if e.walk is not None:
+            drawn[f"{number}-walk"] = (figures.walk_figure(e.walk),
+                                       "Acceptance as training counts it, on the answers that were decoded.")
     return drawn
 
 
@@ -190,7 +192,8 @@ def _drafter(comparison: Comparison, e: Evaluation) -> dict[str, Any]:
         "block_sizes": [{**vars(b), "speedup": b.speedup} for b in e.promised], "best_block_size": e.best_block_size,
         "speeds": [{**asdict(s), "break_even": s.break_even, "draft_share": s.draft_share}
                    for s in e.speeds.values()],
-        "walk_against_decoding": {**asdict(e.walk), "difference": e.walk.difference},
+        "walk_against_decoding": None if e.walk is None else {
+            **asdict(e.walk), "difference": e.walk.difference},
         "rejected": e.rejected, "rejected_examples": e.rejected_examples,
         "decoded": [{"set": r.prompt.prompt_set, **record(r, e.way)} for r in comparison.results]}
 
