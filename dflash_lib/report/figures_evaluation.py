@@ -86,6 +86,7 @@ def histogram_figure(histograms: Mapping[str, Sequence[int]]) -> Figure:
         for x, share in enumerate(shares if len(histograms) < 3 else ()):
             axis.annotate(f"{share:.1f}" if share else "0", (x + offset, share), xytext=(0, 2), ha="center",
                           textcoords="offset points", fontsize=8)
+    axis.margins(y=0.1)
     axis.set_xticks(range(longest))
     axis.grid(axis="x", visible=False)
     label(axis, x="accepted drafts a verify step (the step adds one token more)", y="verify steps (%)",
@@ -115,6 +116,7 @@ def text_figure(positions: Sequence[Bin], repetition: Sequence[Bin], shares: Seq
     _bins(left, positions, range(len(positions)), COLOURS["blue"], marker="o")
     left.set_xticks(range(len(positions)), [f"{b.low}-{b.high - 1}" for b in positions])
     left.grid(axis="x", visible=False)
+    left.margins(y=0.12)  # room for the numbers; the right side shares the axis
     label(left, x="token of the answer that the step starts from (steps above)", y=TOKENS,
           title="By position in the answer")
     points = [(100 * share, length) for share, length in zip(shares, lengths, strict=True) if length is not None]
