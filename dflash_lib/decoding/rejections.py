@@ -72,8 +72,10 @@ def rejection_examples(tokenizer, rejections: Sequence[Rejection], num_rows: int
 
 
 def token_text(tokenizer, token: int) -> str:
-    """One token, readable: its text between quotes, with escapes for line ends and the like."""
-    return _quoted(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    """One token, readable: its text between quotes, with escapes for line ends and the like; its id where it is only a
+    part of a character."""
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    return f"part of a character (id {token})" if "\ufffd" in text else _quoted(text)
 
 
 def context_text(tokenizer, rejection: Rejection, num_tokens: int = NUM_CONTEXT) -> str:

@@ -212,11 +212,13 @@ def _page(out: Path, comparison: Comparison, tokenizer, about: dict[str, Any], c
         [f"{leaf['set']}/{leaf['prompt']}", leaf["drafter"], leaf["block_size"], leaf["outcome"],
          "" if leaf["position"] is None else leaf["position"], "" if leaf["gap"] is None else f"{leaf['gap']:.1e}"]
         for leaf in comparison.leaves])
+    # drafters side by side: as rows, thirteen columns would not fit a page
+    head, *body = (list(line) for line in zip(COLUMNS, *rows(comparison), strict=True))
     parts = [f"""<header class="top"><h1>Evaluation</h1>{state}</header>
 <p class="muted">{datetime.datetime.now():%d %B %Y, %H:%M} &middot; {len(comparison.prompts)} prompts &middot;
 95 % bootstrap intervals over prompts</p>
 {"".join(f'<div class="error">{escape(note)}</div>' for note in notes)}
-<section class="card"><p class="outcome">{escape(outcome)}</p>{_table(COLUMNS, rows(comparison))}
+<section class="card"><p class="outcome">{escape(outcome)}</p>{_table(head, body)}
 {"".join(_image(out, name, captions[name]) for name in shared)}{checks_html(checks)}
 {f"<h3>Answers unlike plain decoding&rsquo;s</h3>{leaves}" if comparison.leaves else ""}</section>"""]
     for number, e in enumerate(comparison.evaluations, 1):
