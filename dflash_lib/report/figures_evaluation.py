@@ -101,7 +101,7 @@ def _bins(axis: Axes, bins: Sequence[Bin], x: Sequence[float], colour: str, **st
             continue
         axis.plot([at, at], [b.acceptance.low, b.acceptance.high], color=colour, linewidth=2.4, solid_capstyle="butt")
         axis.plot(at, b.acceptance.value, color=colour, markersize=7, linestyle="none", **style)
-        axis.annotate(f"{b.num_steps:,}", (at, b.acceptance.high), xytext=(0, 4), textcoords="offset points",
+        axis.annotate(f"{b.num_steps:,}", (at, b.acceptance.high), xytext=(0, 7), textcoords="offset points",
                       ha="center", fontsize=8, color=COLOURS["black"])
 
 
@@ -126,7 +126,8 @@ def text_figure(positions: Sequence[Bin], repetition: Sequence[Bin], shares: Seq
     right.plot([], [], color=COLOURS["vermilion"], marker="s", linewidth=2.4, label="prompts of a range")
     for b in repetition[1:]:
         right.axvline(100 * b.low, color=COLOURS["grey"], linewidth=0.6, linestyle=":")
-    right.set_xlim(-3, max(45, max(x for x, _ in points) + 4))
+    shown = [50 * (b.low + b.high) for b in repetition if b.acceptance is not None]
+    right.set_xlim(-3, max(45, *(x + 4 for x, _ in points), *(x + 4 for x in shown)))
     label(right, x=f"runs of {NGRAM} tokens that stood in prompt or answer before (%)", y="",
           title="By how repetitive the answer is", legend=True)
     return figure

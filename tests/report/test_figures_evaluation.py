@@ -65,6 +65,9 @@ def test_text():
     assert ([0, 0], [1.5, 1.7]) in lines(left) and ([2, 2], [1.2, 1.5]) in lines(left)
     assert [text.get_text() for text in left.get_xticklabels()] == ["0-7", "8-15", "16-31"]
     assert ([2.0, 50.0], [1.3, 2.5]) in [(pytest.approx(x), y) for x, y in lines(right)]
+    high = [*REPETITION, Bin(0.4, 1.0, Interval(3.0, 2.8, 3.1), 9, 3)]
+    wide = figures.text_figure(POSITIONS, high, [0.02, 0.3, 0.5], [1.3, None, 2.5]).axes[1]
+    assert wide.get_xlim()[1] > 70, "a range's mark lies in its middle, maybe beyond every prompt"
     assert any(x == pytest.approx([30, 30]) and y == [2.0, 2.9] for x, y in lines(right))
 
 
