@@ -5,7 +5,7 @@ full attention in every fourth layer) that has learned something, and small enou
 
 The text is what SmolLM2 answered (data/demo_conversations.jsonl), with the prompts. Each conversation is rendered twice
 with the model's own chat template: as it is, and with a thought before each answer, a plan that a rule makes of the
-answer (`plan`), since SmolLM2 does not think. An epoch takes one of the two, the next one the other. Every twentieth
+answer (`plan`), since SmolLM2 does not think. An epoch takes one of the two, the next epoch the other. Every twentieth
 conversation (by the hash of its id) is held out. A killed training goes on from its newest checkpoint in --work.
 
 What comes out is in bfloat16, as the real checkpoints are; `training.json` beside it records data, recipe, losses.
@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -44,15 +45,16 @@ NUM_SAMPLES = 8  # held-out conversations whose loss is on record one by one, so
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """batch_tokens: of a step, padding included; sort_rows: rows that are sorted by length together, so that a batch
+    """num_conversations: the first ones of the file, which grows at its end; batch_tokens: of a step, padding included; sort_rows: rows that are sorted by length together, so that a batch
     has rows of like length; evaluations: of the held-out conversations, spread over the training."""
 
+    num_conversations: int = 9495
     vocab_size: int = 2048
-    epochs: int = 6
-    batch_tokens: int = 4096
+    epochs: int = 2
+    batch_tokens: int = 2048
     sort_rows: int = 512
     max_length: int = 512
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 60
     weight_decay: float = 0.1
@@ -62,10 +64,11 @@ class Recipe:
 
 
 def model_config(vocab_size: int) -> Qwen3_5TextConfig:
-    """Eight layers in the real pattern, with the real ratio of head kinds in small, and tied embeddings."""
+    """Eight layers in the real pattern, several value heads to a key head, gated attention, partial RoPE; the sizes are
+    those that two CPU cores train in 25 minutes (BENCHMARKS.md), and the embeddings are tied to save space."""
     return Qwen3_5TextConfig(
-        vocab_size=vocab_size, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
+        vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=64, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=64,
         linear_value_head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=END, pad_token_id=None, rope_parameters={
             "rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25,
@@ -107,16 +110,22 @@ def question(conversation: Conversation) -> str:
     return next(m["content"] for m in conversation.messages if m["role"] == "user")
 
 
-def read_text(path: Path) -> tuple[list[Conversation], list[Conversation], int]:
+def read_text(path: Path, num_conversations: int) -> tuple[list[Conversation], list[Conversation], int]:
     """Training and held-out conversations without SmolLM2's token ids, and how many were left out because their first
     question is a held-out one's, too, or one of demo_heldout_prompts.jsonl."""
     found = [Conversation(c.id, [{k: v for k, v in m.items() if k != "token_ids"} for m in c.messages])
-             for c in read_conversations(path)]
+             for c in islice(read_conversations(path), num_conversations)]
     heldout = [c for c in found if is_held_out(c.id)]
     kept_away = {question(c) for c in heldout} | {question(c) for c in read_conversations(
         HERE / "demo_heldout_prompts.jsonl", need_assistant=False)}
     train = [c for c in found if not is_held_out(c.id) and question(c) not in kept_away]
     return train, heldout, len(found) - len(heldout) - len(train)
+
+
+def hash_lines(path: Path, num_lines: int) -> str:
+    """SHA-256 of the first lines of a file."""
+    with path.open("rb") as file:
+        return hashlib.sha256(b"".join(islice(file, num_lines))).hexdigest()
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -243,8 +252,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
-        self.steps = [(epoch % 2, batch) for epoch in range(recipe.epochs) for batch in epoch_batches(
-            [max(len(a.input_ids), len(b.input_ids)) for a, b in zip(*renderings, strict=True)], recipe, epoch)]
+        self.steps = [(epoch, batch) for epoch in range(recipe.epochs) for batch in epoch_batches(
+            [len(renderings[(epoch + i) % 2][i].input_ids) for i in range(len(renderings[0]))], recipe, epoch)]
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[dict] = []
         self._resume()
@@ -279,8 +288,8 @@ class Training:
         began = time.monotonic()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, len(self.steps), self.recipe)
-        rendering, batch = self.steps[self.step]
-        input_ids, labels, _ = collate([self.renderings[rendering][i] for i in batch])
+        epoch, batch = self.steps[self.step]
+        input_ids, labels, _ = collate([self.renderings[(epoch + i) % 2][i] for i in batch])
         loss = label_losses(self.model, input_ids, labels).sum() / (labels >= 0).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip, error_if_nonfinite=True)
@@ -319,7 +328,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe = Recipe(epochs=options.epochs)
     torch.set_num_threads(options.threads)
-    train, heldout, num_dropped = read_text(options.conversations)
+    train, heldout, num_dropped = read_text(options.conversations, recipe.num_conversations)
     texts = (m.get(key, "") for c in train for m in with_plans(c).messages for key in ("reasoning_content", "content"))
     tokenizer = make_tokenizer(texts, recipe.vocab_size)
     template = ChatTemplate(tokenizer)
@@ -327,10 +336,10 @@ def main() -> None:
                   encode(template, [with_plans(c) for c in train], recipe.max_length))
     # half of the held-out conversations think
     judged = encode(template, [with_plans(c) if i % 2 else c for i, c in enumerate(heldout)], recipe.max_length)
-    data = {"file": options.conversations.name, "sha256": hash_file(options.conversations),
+    data = {"file": options.conversations.name, "first_lines_sha256": hash_lines(options.conversations, recipe.num_conversations),
             "training_conversations": len(train), "heldout_conversations": len(heldout), "left_out": num_dropped,
             "epoch_tokens": [sum(len(row.input_ids) for row in rows) for rows in renderings]}
-    fingerprint = hash_value([data["sha256"], asdict(recipe), hash_file(__file__), hash_file(
+    fingerprint = hash_value([data["first_lines_sha256"], asdict(recipe), hash_file(__file__), hash_file(
         HERE / "tiny_hybrid" / "chat_template.jinja"), hash_tree(HERE.parent / "dflash_lib" / "conversations")])
     training = Training(renderings, judged, recipe, options.work, fingerprint)
     print(f"{sum(p.numel() for p in training.model.parameters()):,} parameters, {len(training.steps)} steps, {data}")

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 som
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -32,30 +33,48 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run every notebook of a job in order, then build the report")
     run.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
     run.add_argument("--from", dest="start", metavar="NB", help="start at this notebook, such as 06_train")
-    run.add_argument("--to", dest="end", metavar="NB", help="stop after this notebook")
+    run.add_argument("--to", dest="stop", metavar="NB", help="stop after this notebook")
     run.add_argument("--only", metavar="NB", help="look at this notebook only")
     run.add_argument("--force", action="store_true", help="execute notebooks even when nothing changed since")
     run.add_argument("--run-id", help="name of the run folder (default: the parameter file's name)")
-    run.add_argument("--runs-dir", type=Path, default=REPOSITORY / "runs", help="default: runs/")
+    run.add_argument("--runs-dir", type=Path, help="default: the job's runs_dir, or runs/")
+    run.add_argument("--plan", action="store_true", help="say what every stage takes, and what would stop it here; "
+                     "nothing is executed or written")
     run.set_defaults(function=_run)
+
+    doctor = commands.add_parser("doctor", help="look at this machine: a green, amber or red line each")
+    doctor.add_argument("model", nargs="?", help="folder of a target: does it fit? (only config.json is read)")
+    doctor.add_argument("--data", type=Path, default=REPOSITORY, help="where hidden states will go (default: here)")
+    doctor.add_argument("--dtype", default="bfloat16", help="of the target (default: %(default)s)")
+    doctor.add_argument("--device", help="of the target (default: cuda where there is one, else cpu)")
+    doctor.set_defaults(function=_doctor)
+
+    trial = commands.add_parser("trial", help="five samples of a job on one device, and a diagnosis")
+    trial.add_argument("params", type=Path, help="parameter file, such as notebooks/params/demo.yaml")
+    trial.add_argument("--runs-dir", type=Path, help="default: the job's runs_dir, or runs/")
+    trial.set_defaults(function=_trial)
 
     report = commands.add_parser("report", help="build the report of a run again")
     report.add_argument("run", type=Path, help="run folder, such as runs/demo")
     report.set_defaults(function=_report)
 
     regenerate = commands.add_parser("regenerate", help="let a target answer the user turns of conversations itself")
-    regenerate.add_argument("source", type=Path, help="conversations (JSONL)")
+    regenerate.add_argument("source", type=Path, help="conversations or prompts, in any form of 04_extract")
     regenerate.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
-    regenerate.add_argument("--model", required=True, help="folder of the target")
+    regenerate.add_argument("--model", required=True, help="folder or hub id of the target")
     regenerate.add_argument("--max-new-tokens", type=int, default=144, help="of one answer (default: %(default)s)")
     regenerate.add_argument("--batch-size", type=int, default=64, help="conversations at once (default: %(default)s)")
     regenerate.add_argument("--max-samples", type=int, help="the first so many conversations (default: all)")
+    regenerate.add_argument("--thinking", choices=("default", "on", "off"), default="default",
+                            help="of the chat template, as 04_extract's parameter (default: the template's own mode)")
+    regenerate.add_argument("--template-kwargs", type=_json_object, default={}, metavar="JSON",
+                            help="more variables for the chat template, as 04_extract's template_kwargs")
     regenerate.add_argument("--dtype", default="float32", help="default: %(default)s")
     regenerate.add_argument("--device", default="cpu", help="default: %(default)s")
     regenerate.set_defaults(function=_regenerate)
 
     prompts = commands.add_parser("prompts", help="let a target write user turns, to be answered by `regenerate`")
-    prompts.add_argument("out", type=Path, help="file to write (JSONL)")
+    prompts.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
     prompts.add_argument("--model", required=True, help="folder or hub id of the target")
     prompts.add_argument("--num", type=int, required=True, help="how many different prompts")
     prompts.add_argument("--max-new-tokens", type=int, default=48, help="of one prompt (default: %(default)s)")
@@ -80,14 +99,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _json_object(text: str) -> dict:
+    """An argument that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {{\"preserve_thinking\": true}}")
+    return value
+
+
 # Commands import what they need when called: `--help` and a misspelled parameter need not wait for torch.
 
 
 def _run(options: argparse.Namespace) -> int:
     from dflash_lib.report.pages import build_report
 
+    if options.plan:
+        from dflash_lib.workbench.job_plan import plan_job
+
+        plan = plan_job(options.params, options.runs_dir, options.run_id, start=options.start, stop=options.stop,
+                        only=options.only)
+        print(plan.text())
+        return 1 if plan.obstacles else 0
     result = run_pipeline(PipelineOptions(
-        params_file=options.params, run_id=options.run_id, start=options.start, end=options.end, only=options.only,
+        params_file=options.params, run_id=options.run_id, start=options.start, stop=options.stop, only=options.only,
         force=options.force, runs_dir=options.runs_dir))
     page = build_report(result.folder)
     print(f"\n{summary_table(result)}\n\nreport: {page}")
@@ -110,6 +147,25 @@ def summary_table(result: PipelineResult) -> str:
     return "\n".join(lines)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    import torch
+
+    from dflash_lib.workbench.doctor import examine, exit_code
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lines = examine(options.data, options.model, options.dtype, device)
+    print("\n".join(map(str, lines)))
+    return exit_code(lines)
+
+
+def _trial(options: argparse.Namespace) -> int:
+    from dflash_lib.workbench.trial import run_trial
+
+    trial = run_trial(options.params, options.runs_dir)
+    print("\nThe job runs here." if trial.passed else f"\nThe job does not run here yet; see {trial.folder}.")
+    return 0 if trial.passed else 1
+
+
 def _report(options: argparse.Namespace) -> int:
     from dflash_lib.report.pages import build_report
 
@@ -120,10 +176,14 @@ def _report(options: argparse.Namespace) -> int:
 def _regenerate(options: argparse.Namespace) -> int:
     from dflash_lib.target.loading import load_target
     from dflash_lib.target.regenerate import RegenerateOptions, regenerate
+    from dflash_lib.target.resume import refuse_existing
 
+    settings = RegenerateOptions(
+        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples,
+        thinking=options.thinking, template_kwargs=options.template_kwargs)
+    refuse_existing(options.out)  # before a large target is loaded
     target = load_target(options.model, options.dtype, options.device)
-    meta = regenerate(target, options.source, options.out, RegenerateOptions(
-        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples))
+    meta = regenerate(target, options.source, options.out, settings)
     print(f"{options.out}: {meta['conversations']} conversations, {meta['generated_tokens']} generated tokens")
     return 0
 
@@ -131,11 +191,14 @@ def _regenerate(options: argparse.Namespace) -> int:
 def _prompts(options: argparse.Namespace) -> int:
     from dflash_lib.target.loading import load_target
     from dflash_lib.target.prompts import PromptOptions, sample_prompts
+    from dflash_lib.target.resume import refuse_existing
 
-    target = load_target(options.model, options.dtype, options.device)
-    batches = sample_prompts(target, options.out, PromptOptions(
+    settings = PromptOptions(
         num_prompts=options.num, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-        batch_size=options.batch_size, seed=options.seed))
+        batch_size=options.batch_size, seed=options.seed)
+    refuse_existing(options.out)  # before a large target is loaded
+    target = load_target(options.model, options.dtype, options.device)
+    batches = sample_prompts(target, options.out, settings)
     print(f"{options.out}: {options.num} prompts out of {batches * options.batch_size} drawn")
     return 0
 

@@ -109,6 +109,12 @@ def hash_tree(folder: Path | str, pattern: str = "**/*.py") -> str:
     return hash_value([[str(p.relative_to(folder)), hash_file(p)] for p in files])
 
 
+def nearest_existing(path: Path | str) -> Path:
+    """`path` itself, made absolute, or the nearest folder above it that exists: where it would be made."""
+    path = Path(path).absolute()
+    return next(p for p in (path, *path.parents) if os.path.exists(p))  # False, not an error, where nobody may look
+
+
 def human_bytes(num_bytes: float) -> str:
     """Bytes in decimal units, as disks are sold: 53.79 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

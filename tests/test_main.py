@@ -5,6 +5,7 @@ import h5py
 import pytest
 
 from dflash_lib import __main__ as command
+from dflash_lib.files import read_json
 from dflash_lib.workbench.pipeline import PipelineResult, Stage
 from dflash_lib.workbench.runs import REPOSITORY, open_run, write_params
 from tests.hidden_states.rows import make_prepared, make_store
@@ -91,8 +92,9 @@ def test_summary_table_of_stages_that_did_not_run(tmp_path):
     run = open_run(__notebook_name__="01_a", run_dir=str(tmp_path))
     run.finish(question="q", outcome="Fine.")
     table = command.summary_table(PipelineResult(tmp_path, [Stage("01_a", "current"), Stage("02_b", "not run")]))
-    assert [line.split() for line in table.splitlines()[1:]] == [
-        ["01_a", "current", "0/0", "0", "Fine."], ["02_b", "not", "run", "-", "0", "-"]]
+    first, second = (line.split() for line in table.splitlines()[1:])
+    assert [*first[:3], *first[4:]] == ["01_a", "current", "0/0", "Fine."]  # behind the third come seconds
+    assert second == ["02_b", "not", "run", "-", "0", "-"]
 
 
 def test_describe_and_verify_a_store(tiny_llama, tmp_path, capsys):
@@ -127,6 +129,20 @@ def test_regenerate_writes_conversations(tiny_llama_folder, tmp_path, capsys):
     source.write_text('{"id": "a", "messages": [{"role": "user", "content": "What is rain?"}]}\n')
     arguments = ["regenerate", source, tmp_path / "out.jsonl", "--model", tiny_llama_folder, "--max-new-tokens", "4"]
     assert call(*arguments) == 0
-    assert '"assistant"' in (tmp_path / "out.jsonl").read_text()
     assert "1 conversations" in capsys.readouterr().out
+    assert '"assistant"' in (tmp_path / "out.jsonl").read_text()
+    assert read_json(tmp_path / "out.jsonl.meta.json")["thinking"] == "default"
+    more = ["--thinking", "off", "--template-kwargs", '{"date": "1 May"}']
+    assert call(*arguments[:2], tmp_path / "off.jsonl", *arguments[3:], *more) == 0
+    meta = read_json(tmp_path / "off.jsonl.meta.json")
+    assert meta["thinking"] == "off" and meta["template_kwargs"] == {"date": "1 May"}
+    for wrong, message in ((["--thinking", "yes"], "invalid choice: 'yes'"), (["--template-kwargs", "{"], "not valid"),
+                           (["--template-kwargs", "[]"], "no JSON object, such as"),
+                           (["--batch-size", "0"], "batch_size: at least 1"),
+                           (["--template-kwargs", '{"tokenize": true}'], "tokenize cannot be set here")):
+        try:
+            code = call(*arguments[:2], tmp_path / "no.jsonl", *arguments[3:], *wrong)
+        except SystemExit as error:
+            code = error.code
+        assert code == 2 and message in capsys.readouterr().err
     assert call(*arguments) == 2, "the destination is there already"

@@ -11,7 +11,7 @@ import torch
 
 from dflash_lib.conversations.formats import Conversation, read_conversations
 from dflash_lib.conversations.templates import ChatTemplate, encode_conversation, encode_prompt
-from dflash_lib.files import hash_file, read_json
+from dflash_lib.files import read_json
 from dflash_lib.target.generate import generate_batch
 from dflash_lib.target.loading import load_target
 from dflash_lib.workbench.runs import REPOSITORY
@@ -64,7 +64,8 @@ def test_it_is_the_model_of_its_script(hybrid, record):
 
 def test_its_heldout_loss_is_that_of_its_record(hybrid, record):
     """Conversation by conversation, on those that the record names; and the sums are consistent."""
-    _, heldout, _ = script.read_text(DATA / record["data"]["file"])
+    _, heldout, _ = script.read_text(
+        DATA / record["data"]["file"], record["recipe"]["num_conversations"])
     by_id = {c.id: c for c in heldout}
     samples = [s for s in record["samples"] if s["id"] in by_id]
     assert len(samples) == script.NUM_SAMPLES
@@ -185,7 +186,7 @@ def test_what_is_held_out_stays_out(tmp_path):
     path.write_text("".join(json.dumps({"id": i, "messages": [
         {"role": "user", "content": text}, {"role": "assistant", "content": "a", "token_ids": [5]}]}) + "\n"
         for i, text in rows))
-    train, heldout, left_out = script.read_text(path)
+    train, heldout, left_out = script.read_text(path, 1000)
     assert ([c.id for c in train], [c.id for c in heldout], left_out) == ([train_ids[2]], [heldout_id], 2)
     assert "token_ids" not in train[0].messages[1], "SmolLM2's ids mean nothing here"
 
@@ -259,4 +260,5 @@ def test_a_training_that_was_cut_off_ends_as_one_that_was_not(small_training, tm
 
 
 def test_the_record_of_a_run_names_the_shipped_data(record):
-    assert record["data"]["sha256"] == hash_file(DATA / record["data"]["file"])
+    assert record["data"]["first_lines_sha256"] == script.hash_lines(
+        DATA / record["data"]["file"], record["recipe"]["num_conversations"])

@@ -72,10 +72,22 @@ class Alignment:
         try:
             if i == 0:
                 raise ConversationError("begins with an assistant turn, so no prompt leads to it")
+            self._refuse_end_inside(i)
             return self._marked_turn(i) if self.spans else self._found_turn(i)
         except ConversationError as error:
             message = f"conversation {self.conversation.id}, message {i}: {error}"
             raise ConversationError(message, error.reason or str(error)) from error
+
+    def _refuse_end_inside(self, i: int) -> None:
+        """The target would have stopped at an end-of-turn token inside a turn: what follows it is nobody's text."""
+        message = self.messages[i]
+        for what, key in (("content", "content"), ("reasoning_content", "reasoning_content"),
+                          ("tool calls", "tool_calls")):
+            text = message.get(key) or ""
+            text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+            if inside := [token for token in self.template.end_tokens if token in text]:
+                verb = "contain" if key == "tool_calls" else "contains"
+                raise ConversationError(f"its {what} {verb} the end-of-turn token {inside[0]!r}")
 
     def _marked_turn(self, i: int) -> Turn:
         """The span that the template marks, without what its generation prompt opens, up to its end-of-turn token."""
@@ -196,9 +208,6 @@ class Alignment:
     def _end_of_calls(self, i: int, start: int) -> Turn:
         """The end of a turn that ends with tool calls: the first end-of-turn token behind the last call's name, which
         is the template's since no argument contains one, and before the next message's words."""
-        calls = json.dumps(self.messages[i]["tool_calls"], ensure_ascii=False)
-        if inside := [token for token in self.template.end_tokens if token in calls]:
-            raise ConversationError(f"its tool calls contain the end-of-turn token {inside[0]!r}")
         first, second = self._varied(i, _call)
         length = common_suffix(first, second)
         if first == second or not self.text.endswith(first[len(first) - length:]):

@@ -5,6 +5,7 @@ does not matter who makes it, in which order, or how often the job was stopped.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,15 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from dflash_lib.conversations.formats import ConversationError, RowFormat, parse_conversation
+from dflash_lib.conversations.formats import Conversation, ConversationError, OtherForm, RowFormat, parse_conversation
 from dflash_lib.conversations.prepared_rows import PrepareOptions
 from dflash_lib.conversations.rendering import ChatTemplate
-from dflash_lib.conversations.sources import RawRow, SourceError, read_rows
+from dflash_lib.conversations.sources import BrokenRow, RawRow, SourceError, read_rows
 from dflash_lib.conversations.templates import row_segments, tokenize_rows
 from dflash_lib.files import atomic_path
 
 CHUNK_ROWS = 512
+_FIGURES = re.compile(r" \(|, found|; | '|(?<=unknown role) |(?<=unknown speaker) ")  # what differs from row to row
 ERRORS = {"ConversationError": ConversationError, "SourceError": SourceError}
 
 
@@ -29,8 +31,8 @@ ERRORS = {"ConversationError": ConversationError, "SourceError": SourceError}
 class Chunk:
     """Rows of a source in order. input_ids int32, loss_mask uint8, both [tokens]; lengths int64 [kept rows]; kept: per
     kept row its number, id, kind and whether it was truncated; refused: see PreparedRows; seen: number and id of every
-    row, in order; num_empty_masks: rows in which nothing is supervised; error: where reading stopped, if it did
-    (number, type, message), behind all of these rows."""
+    row that is a conversation, in order; num_empty_masks: rows in which nothing is supervised; error: where reading
+    stopped, if it did (number, type, message), behind all of these rows."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
@@ -95,31 +97,35 @@ def fit(input_ids: list[int], loss_mask: list[int], options: PrepareOptions) -> 
 
 def encode_chunk(template: ChatTemplate, rows: Sequence[RawRow], options: PrepareOptions, row_format: RowFormat,
                  error: dict[str, Any] | None = None) -> Chunk:
-    """Renders and tokenises rows. A row that is no conversation ends the chunk with an error; a row that cannot be used
-    (too long, too few supervised tokens, a mask that cannot be aligned) is refused."""
+    """Renders and tokenises rows. A row that cannot be used (not valid JSON, no conversation, a mask that cannot be
+    aligned, too long, too few supervised tokens) is refused; one that says that the whole file is not what it should be
+    (see SourceError, OtherForm) ends the chunk with an error."""
     chunk = Chunk(np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.int64), error=error,
                   unit=rows[0].unit if rows else "row")
     segmented: list[tuple[int, str, str, list]] = []
     refused: dict[int, dict[str, Any]] = {}
     for row in rows:
         try:
-            value = row.value()
-            row_format.check(value, row.where)
-            conversation = parse_conversation(value, row.where, default_id=f"{row.unit}-{row.number}")
+            conversation = _parse(row, row_format)
+        except _Malformed as found:
+            refused[row.number] = found.entry
+            continue
         except (ConversationError, SourceError) as found:
             chunk.error = error_of(found, row.number)
             break
         chunk.seen.append((row.number, conversation.id))
         try:
             segments = row_segments(template, conversation)
-        except ConversationError as found:
-            refused[row.number] = _refused(row.number, conversation.id, f"template: {found}",
-                                           f"template: {found.reason or found}")
+        except (ConversationError, RecursionError) as found:  # a tool call of a thousand brackets
+            refused[row.number] = _of_template(row.number, conversation.id, found)
             continue
         segmented.append((row.number, conversation.id, str(conversation.extra.get("kind") or ""), segments))
     tokens, masks, lengths = [], [], []
-    encoded = tokenize_rows(template.tokenizer, [segments for *_, segments in segmented])
-    for (number, name, kind, _), (input_ids, loss_mask) in zip(segmented, encoded, strict=True):
+    for (number, name, kind, _), row_tokens in zip(segmented, _tokenize(template, segmented), strict=True):
+        if isinstance(row_tokens, ConversationError):
+            refused[number] = _of_template(number, name, row_tokens)
+            continue
+        input_ids, loss_mask = row_tokens
         chunk.num_empty_masks += not any(loss_mask)
         length = len(input_ids)
         input_ids, loss_mask, reason = fit(input_ids, loss_mask, options)
@@ -137,6 +143,52 @@ def encode_chunk(template: ChatTemplate, rows: Sequence[RawRow], options: Prepar
     return chunk
 
 
+def _tokenize(template: ChatTemplate, segmented: list[tuple[int, str, str, list]]) -> list:
+    """(input_ids, loss_mask) of each row, or why it has none: all in one call, and one by one only when that fails."""
+    rows = [segments for *_, segments in segmented]
+    try:
+        return tokenize_rows(template.tokenizer, rows)
+    except ConversationError:
+        result = []
+        for row in rows:
+            try:
+                result += tokenize_rows(template.tokenizer, [row])
+            except ConversationError as error:
+                result.append(error)
+        return result
+
+
+def _of_template(number: int, name: str, found: Exception) -> dict[str, Any]:
+    """The refusal of a conversation of which no row can be made."""
+    kind = getattr(found, "reason", "") or str(found)
+    return _refused(number, name, f"template: {found}", f"template: {kind}")
+
+
+class _Malformed(ValueError):
+    """A row that is no conversation, though its neighbours are; `entry` is its line among the refused."""
+
+    def __init__(self, entry: dict[str, Any]):
+        super().__init__(entry["reason"])
+        self.entry = entry
+
+
+def _parse(row: RawRow, row_format: RowFormat) -> Conversation:
+    """The row's conversation. Raises _Malformed when this row alone is to blame, SourceError or OtherForm else."""
+    value, name = None, f"{row.unit}-{row.number}"
+    try:
+        value = row.value()
+        row_format.check(value, row.where)
+        return parse_conversation(value, row.where, default_id=name)
+    except OtherForm:
+        raise
+    except (ConversationError, BrokenRow) as error:
+        if isinstance(value, dict) and isinstance(value.get("id"), str | int):
+            name = str(value["id"])
+        what = str(error).removeprefix(row.where).lstrip(",: ")
+        kind = _FIGURES.split(re.sub(r"^(message|turn) \d+: ", "", what))[0]
+        raise _Malformed(_refused(row.number, name, f"malformed: {what}", f"malformed: {kind}")) from error
+
+
 def _refused(number: int, name: str, reason: str, kind: str) -> dict[str, Any]:
-    reason, kind = (text.encode("utf-8", "backslashreplace").decode("utf-8") for text in (reason, kind))
+    name, reason, kind = (text.encode("utf-8", "backslashreplace").decode("utf-8") for text in (name, reason, kind))
     return {"number": number, "id": name, "reason": reason, "kind": kind}

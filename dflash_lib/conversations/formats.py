@@ -45,6 +45,10 @@ class ConversationError(ValueError):
         self.reason = reason
 
 
+class OtherForm(ConversationError):
+    """A row that says the file is not what it should be: none of the known forms from its first row on, or several."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """One conversation: `messages` are dicts with role and content (text), in order.
@@ -281,17 +285,24 @@ def _tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 class RowFormat:
-    """Holds all rows of a file to the form of its first one: a file in which it changes was joined by mistake."""
+    """Holds all rows of a file to the form of its first one: a file in which it changes was joined by mistake.
+
+    `check` raises OtherForm for a first row of no known form and for a later one of another form, and ConversationError
+    for a later one of none.
+    """
 
     def __init__(self) -> None:
         self.first: tuple[str, str] | None = None
 
     def check(self, value: Any, where: str) -> None:
-        kind = detect_format(value, where)
+        try:
+            kind = detect_format(value, where)
+        except ConversationError as error:
+            raise (ConversationError if self.first else OtherForm)(str(error)) from error
         if self.first is None:
             self.first = kind, where
         if kind != self.first[0]:
-            raise ConversationError(f"{where}: the row's form is {kind!r}, but {self.first[0]!r} in {self.first[1]}; "
+            raise OtherForm(f"{where}: the row's form is {kind!r}, but {self.first[0]!r} in {self.first[1]}; "
                                     "a file holds rows of one form")
 
 

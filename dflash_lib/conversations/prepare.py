@@ -57,9 +57,11 @@ def prepare(source: Path | str, tokenizer, options: PrepareOptions, *, work_dir:
     arrays in memory. num_workers: processes; a source of two chunks or less is done in this one. One call at a time
     works in a work_dir.
 
-    A row that cannot be used (too long, too few supervised tokens, a template that does not let its mask be aligned) is
-    refused and listed with its number and reason. Raises what `read_conversations` raises for a broken file, and
-    ConversationError when no row is left: training on an all-zero mask would look fine and learn nothing.
+    A row that cannot be used (not valid JSON, no conversation, a template that does not let its mask be aligned, too
+    long, too few supervised tokens) is refused and listed with its number and reason. What is wrong with the file as a
+    whole raises SourceError or ConversationError, naming the row: damage behind which nothing can be read, an end in
+    the middle of a line, a first row of no known form, rows of several forms, an id that two rows have; and so does a
+    file of which no row is left: training on an all-zero mask would look fine and learn nothing.
     """
     if num_workers < 1 or chunk_rows < 1:
         raise ValueError(f"num_workers and chunk_rows must be at least 1, got {num_workers} and {chunk_rows}")
@@ -88,7 +90,7 @@ def prepare(source: Path | str, tokenizer, options: PrepareOptions, *, work_dir:
         for chunk in _chunks_in_process(job, folder, template) if num_workers == 1 else _chunks(job, folder, template):
             join.add(chunk)
             if progress is not None:
-                progress.set(min(len(join.numbers), num_rows))
+                progress.set(min(join.num_kept + join.num_refused, num_rows))
             if join.complete:
                 break
         if progress is not None:
@@ -274,7 +276,7 @@ class _Join:
             raise ConversationError(repeated_id(f"{source}, {self.unit} {number}", name, self.unit, first))
         if self.error is not None:
             raise ERRORS[self.error["type"]](self.error["message"])
-        if not self.numbers:
+        if not self.num_kept + self.num_refused:
             raise ConversationError(f"{source}: holds no conversation")
         if self.num_kept:
             return

@@ -113,16 +113,18 @@ class PreparedRows:
     @property
     def refused_by_reason(self) -> dict[str, int]:
         """How many rows each kind of reason refused, most frequent first (numbers in reasons put aside)."""
-        return dict(Counter(entry.get("kind") or entry["reason"].split(":")[0] for entry in self.refused).most_common())
+        return dict(Counter(map(_kind_of, self.refused)).most_common())
 
     def describe(self, num_refused: int = 5) -> str:
-        """What was kept and what was refused, as lines of text; the first `num_refused` refused rows one by one."""
+        """What was kept and what was refused, as lines of text: for each kind of reason how many and the first row, and
+        the first `num_refused` refused rows one by one."""
         lines = [f"{len(self):,} rows, {self.num_tokens:,} tokens, {self.num_supervised:,} of them supervised "
                  f"({100 * self.supervised_share:.0f} %)"]
         if self.truncated:
             lines.append(f"cut to {self.options.max_length} tokens: {len(self.truncated):,} rows")
         lines.append(f"refused: {len(self.refused):,} rows" + (":" if self.refused else ""))
-        lines += [f"  {count:,} x {kind}" for kind, count in self.refused_by_reason.items()]
+        first = {_kind_of(entry): entry.get("number", "?") for entry in reversed(self.refused)}
+        lines += [f"  {count:,} x {kind} (first: row {first[kind]})" for kind, count in self.refused_by_reason.items()]
         lines += [f"  row {entry.get('number', '?')}, id {entry['id']}: {entry['reason']}"
                   for entry in self.refused[:num_refused]]
         return "\n".join(lines)
@@ -230,6 +232,11 @@ def _blocks(array: np.ndarray) -> Iterator[bytes]:
         while left > 0 and (block := f.read(min(left, BLOCK_BYTES))):
             yield block
             left -= len(block)
+
+
+def _kind_of(entry: dict[str, Any]) -> str:
+    """What many refused rows may have in common."""
+    return entry.get("kind") or entry["reason"].split(":")[0]
 
 
 def row_entry(name: str, kind: str, cut: bool) -> dict[str, Any]:

@@ -19,7 +19,8 @@ THINKING = ("default", "on", "off")
 THINKING_SWITCHES = ("enable_thinking", "force_thinking", "thinking")
 RESERVED = ("messages", "conversation", "conversations", "tools", "tokenize", "add_generation_prompt", "chat_template",
             "documents", "continue_final_message", "return_dict", "return_assistant_tokens_mask")
-MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+MESSAGE_KEYS = ("role", "content", "reasoning_content", "thinking", "tool_calls", "tool_call_id", "name")
+FOUR = {"role": "user", "content": "four"}  # a plain question
 WORDS = ("one", "two")  # stand in for what was said: they differ in the first letter and in the last
 
 
@@ -87,7 +88,9 @@ class ChatTemplate:
     def __init__(self, tokenizer, options: TemplateOptions | None = None):
         self.tokenizer, self.options = tokenizer, options or TemplateOptions()
         if not tokenizer.chat_template:
-            raise ConversationError("the tokenizer has no chat template; give the model folder a chat_template.jinja")
+            where = f" of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
+            raise ConversationError(f"the tokenizer{where} has no chat template; give the model folder a "
+                                    "chat_template.jinja")
 
     def _variables(self, thinking: str) -> dict[str, Any]:
         mode = thinking if self.options.thinking == "default" else self.options.thinking
@@ -98,6 +101,8 @@ class ChatTemplate:
         """Messages with the keys that templates know, a tool call's arguments in the form that this one takes."""
         plain = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in messages]
         for message in plain:
+            if "reasoning_content" in message and self.thought_is_thinking:
+                message["thinking"] = message.pop("reasoning_content")
             if "tool_calls" in message and (self.arguments_as_text if as_text is None else as_text):
                 message["tool_calls"] = [
                     {**call, "function": {**call["function"], "arguments": json.dumps(
@@ -143,6 +148,16 @@ class ChatTemplate:
         return list(dict.fromkeys(self.text(messages, tools, True, mode) for mode in modes))
 
     @cached_property
+    def thought_is_thinking(self) -> bool:
+        """Whether the template reads a message's thought under the name `thinking`, as gpt-oss's does."""
+        try:
+            first, second = self.varied([{"role": "user", "content": "one"}, {"role": "assistant", "content": "three"}],
+                                        1, lambda m, word: {**m, "thinking": word})
+        except ConversationError:
+            return False  # a template with demands that a plain conversation does not meet
+        return first != second
+
+    @cached_property
     def arguments_as_text(self) -> bool:
         """Whether the template joins a tool call's arguments as text (JSON) instead of taking a mapping.
 
@@ -183,6 +198,36 @@ class ChatTemplate:
             behind = first[len(first) - common_suffix(first, second):].lstrip()
             tokens += [token for token in special if behind.startswith(token)]
         return tokenizer.eos_token, *sorted({token for token in tokens if token} - {tokenizer.eos_token})
+
+    @cached_property
+    def thought_marks(self) -> tuple[str, str] | None:
+        """(opening, closing): what the template puts between the generation prompt and an answer's thought, which the
+        target has to write itself (`<think>` where the prompt does not open it), and between thought and content. None
+        where it renders no thoughts, or none behind the generation prompt that the options lead to.
+        """
+        said = {"role": "assistant", "content": "three", "reasoning_content": WORDS[0]}
+        try:
+            prompt = self.text([FOUR], generation_prompt=True)
+            text, other = self.varied([FOUR, said], 1, lambda m, word: {**m, "reasoning_content": word})
+            start, end = common_prefix(text, other), len(text) - common_suffix(text, other)
+            content = common_prefix(text, self.text([FOUR, {**said, "content": WORDS[0]}]))
+        except ConversationError:
+            return None  # a template with demands that a plain conversation does not meet
+        if text == other or not text.startswith(prompt) or not len(prompt) <= start < end < content:
+            return None
+        return text[len(prompt):start], text[end:content]
+
+    @cached_property
+    def answer_mark(self) -> str:
+        """What the template puts between the generation prompt and the content of an answer without a thought, which
+        the target has to write itself: gpt-oss's final channel; "" as a rule."""
+        try:
+            prompt = self.text([FOUR], generation_prompt=True)
+            text, other = self.varied([FOUR, {"role": "assistant", "content": ""}], 1,
+                                      lambda m, word: {**m, "content": word})
+        except ConversationError:
+            return ""
+        return text[len(prompt):common_prefix(text, other)] if text.startswith(prompt) else ""
 
     def varied(self, messages: Sequence[dict[str, Any]], i: int, change: Callable[[dict, str], dict], tools=None,
                generation_prompt: bool = False) -> tuple[str, str]:

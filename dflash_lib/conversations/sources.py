@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,15 @@ class SourceError(ValueError):
     """A file or folder that cannot be read as rows; the message names it and, where there is one, the row."""
 
 
+class BrokenRow(SourceError):
+    """A row that cannot be decoded, though the rows behind it can be."""
+
+
 @dataclass(frozen=True)
 class RawRow:
     """One row. number: from 1, the line's in a JSONL file, through all files of a folder otherwise; unit: "line" or
-    "row"; where: file and number, for messages; value(): the decoded row, raises ValueError when it is broken."""
+    "row"; where: file and number, for messages; value(): the decoded row; raises BrokenRow when it alone is
+    broken, SourceError when the file is."""
 
     number: int
     unit: str
@@ -144,20 +150,28 @@ def _kind(file: Path) -> str:
 
 
 def _read_jsonl(file: Path, before: int) -> Iterator[RawRow]:
-    """A value a line; blank lines are passed over. `before` is not used: a line keeps its own number."""
+    """A value a line; blank lines are passed over."""
     with open(file, "rb") as f:
+        is_first = True
         for number, raw in enumerate(f, 1):
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if raw.strip():
                 where = f"{file}, line {number}"
-                yield RawRow(before + number, "line", where, lambda raw=raw, where=where: _decode_line(raw, where))
+                yield RawRow(before + number, "line", where, partial(_decode_line, raw, where, is_first))
+                is_first = False
 
 
-def _decode_line(raw: bytes, where: str) -> Any:
+def _decode_line(raw: bytes, where: str, is_first: bool) -> Any:
+    """The line's value. A file whose first line is broken is not JSONL, one whose last line is broken and not ended
+    was cut off: SourceError. Any other broken line is BrokenRow."""
     try:
         return json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
-        raise SourceError(f"{where}: not valid JSON ({error})") from error
+    except (ValueError, RecursionError) as found:  # a number of 5,000 digits, a thousand brackets
+        error = f"{found.msg}, at character {found.pos + 1}" if isinstance(found, json.JSONDecodeError) else found
+        if not raw.endswith(b"\n"):
+            raise SourceError(f"{where}: not valid JSON ({error}), and the file ends there. Was it cut off while being "
+                              "written or copied?") from found
+        raise (SourceError if is_first else BrokenRow)(f"{where}: not valid JSON ({error})") from found
 
 
 class _JsonText:
@@ -222,27 +236,39 @@ def _read_json(file: Path, before: int) -> Iterator[RawRow]:
             number += 1
             where = f"{file}, row {number}"
             value = text.take_value(where)
-            yield RawRow(number, "row", where, lambda value=value: value)
+            yield RawRow(number, "row", where, partial(_same, value))
         text.at += 1
         if text.peek():
             raise SourceError(f"{file}, after row {number}: something follows the end of the array")
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 class _Batch:
-    """Rows of a record batch, decoded together when the first of them is asked for."""
+    """Rows of a record batch, decoded together when the first of them is asked for; one by one when that fails."""
 
-    def __init__(self, batch, where: str):
-        self.batch, self.where, self.rows = batch, where, None
+    def __init__(self, batch):
+        self.batch, self.rows = batch, None
 
-    def value(self, i: int) -> Any:
+    def value(self, i: int, where: str) -> Any:
         if self.rows is None:
-            names, columns = self.batch.schema.names, self.batch.columns
             try:
-                decoded = [[_plain(item, column.type) for item in column.to_pylist()] for column in columns]
-            except (ValueError, RecursionError) as error:  # text that is not UTF-8 or not JSON
-                raise SourceError(f"{self.where}: values that cannot be decoded ({error})") from error
-            self.rows = [dict(zip(names, values, strict=True)) for values in zip(*decoded, strict=True)]
-        return {name: item for name, item in self.rows[i].items() if item is not None}
+                self.rows = _decode(self.batch)
+            except (ValueError, RecursionError):  # text that is not UTF-8 or not JSON, in one of them
+                self.rows = []
+        try:
+            row = self.rows[i] if self.rows else _decode(self.batch.slice(i, 1))[0]
+        except (ValueError, RecursionError) as error:
+            raise BrokenRow(f"{where}: values that cannot be decoded ({error})") from error
+        return {name: item for name, item in row.items() if item is not None}
+
+
+def _decode(batch) -> list[dict[str, Any]]:
+    """A record batch's rows."""
+    decoded = [[_plain(item, column.type) for item in column.to_pylist()] for column in batch.columns]
+    return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*decoded, strict=True)]
 
 
 def _plain(value: Any, kind) -> Any:
@@ -268,10 +294,11 @@ def _batched(batches, file: Path, before: int) -> Iterator[RawRow]:
     number = before
     for whole in batches:
         for start in range(0, whole.num_rows, BATCH_ROWS):
-            part = _Batch(whole.slice(start, BATCH_ROWS), str(file))
+            part = _Batch(whole.slice(start, BATCH_ROWS))
             for i in range(part.batch.num_rows):
                 number += 1
-                yield RawRow(number, "row", f"{file}, row {number}", lambda part=part, i=i: part.value(i))
+                where = f"{file}, row {number}"
+                yield RawRow(number, "row", where, partial(part.value, i, where))
 
 
 def _open_parquet(file: Path):

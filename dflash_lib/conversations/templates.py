@@ -61,12 +61,15 @@ def _segments(alignment: Alignment, supervised: Sequence[int]) -> list[Segment]:
         message = alignment.messages[i]
         try:
             turn = alignment.turn(i)
-            ids = _generated_ids(alignment, i, turn)
+            ids = generated_ids(alignment, i, turn)
         except ConversationError:
             if i in supervised:
                 raise
             continue
-        end = turn.end if message.get("finish_reason", "stop") == "stop" else turn.cut
+        finished = message.get("finish_reason", "stop") == "stop"
+        if ids and not finished:  # at its limit of tokens it may have ended all the same
+            finished = alignment.template.tokenizer.convert_ids_to_tokens(ids[-1]) in alignment.template.end_tokens
+        end = turn.end if finished else turn.cut
         segments.append(Segment(alignment.text[at:turn.start], supervised=False))
         segments.append(Segment(alignment.text[turn.start:end], i in supervised, ids))
         at = end
@@ -75,10 +78,10 @@ def _segments(alignment: Alignment, supervised: Sequence[int]) -> list[Segment]:
     return segments
 
 
-def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None:
+def generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None:
     """The turn's `token_ids` where the template renders what they say (white space apart), with the end-of-turn token
-    of a finished turn whose ids lack it; None where the template renders only their end, without the thoughts, so that
-    the text is tokenised as a server would. Raises ConversationError else."""
+    of a finished turn whose ids lack it; None where the template drops the thoughts from what they say, so that the
+    text is tokenised as a server would. Raises ConversationError else: ids and text are then not of one answer."""
     message = alignment.messages[i]
     ids = message.get("token_ids")
     if not ids:
@@ -93,10 +96,23 @@ def _generated_ids(alignment: Alignment, i: int, turn) -> tuple[int, ...] | None
         lacks_end = not ending and message.get("finish_reason", "stop") == "stop"
         end = alignment.text[turn.cut:turn.end].strip()
         return (*ids, tokenizer.convert_tokens_to_ids(end)) if lacks_end else tuple(ids)
-    if said.endswith(rendered):
+    if said.endswith(rendered) and _is_thought(alignment.template, message, said.removesuffix(rendered)):
         return None
-    reason = "its token_ids decode to another text than the template renders there"
+    reason = ("its token_ids decode to another text than the template renders there (is thinking set as it was when "
+              "they were generated?)")
     raise ConversationError(f"{where}: {reason}", reason)
+
+
+def _is_thought(template: ChatTemplate, message: dict[str, Any], dropped: str) -> bool:
+    """Whether what a template does not render of generated text (without white space) is the message's thought: its
+    reasoning_content, or what stands before the answer in its content."""
+    if dropped and dropped in words(message["content"]):
+        return True
+    added = [token.content for token in template.tokenizer.added_tokens_decoder.values()]
+    for mark in filter(None, map(words, (*(template.thought_marks or ()), *added))):
+        dropped = dropped.replace(mark, "")
+    thought = words(message.get("reasoning_content", ""))
+    return dropped.startswith(thought) if thought else not dropped
 
 
 def _check_vocabulary(tokenizer, ids: Sequence[int], where: str) -> None:

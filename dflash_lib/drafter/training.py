@@ -79,6 +79,12 @@ class TrainingError(ValueError):
     """Training that cannot start or go on; the message says why and what to do."""
 
 
+def rope_theta(config) -> float:
+    """The target's RoPE base; where its layer types have one each (Gemma 3), that of full attention."""
+    parameters = config.rope_parameters
+    return float(parameters.get("full_attention", parameters)["rope_theta"])
+
+
 def drafter_config(target: Target, layer_ids: list[int], options: TrainOptions,
                    draft_vocab_size: int | None) -> DrafterConfig:
     """The drafter for `target`: its hidden size, heads and RoPE theta, but full rotary width and plain norms."""
@@ -87,7 +93,7 @@ def drafter_config(target: Target, layer_ids: list[int], options: TrainOptions,
     return DrafterConfig(
         hidden_size=c.hidden_size, intermediate_size=options.intermediate_size or c.intermediate_size,
         num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=head_dim,
-        rms_norm_eps=c.rms_norm_eps, rope_theta=float(c.rope_parameters["rope_theta"]),
+        rms_norm_eps=c.rms_norm_eps, rope_theta=rope_theta(c),
         max_position_embeddings=c.max_position_embeddings, vocab_size=target.embedding.weight.shape[0],
         num_target_layers=target.num_layers, target_layer_ids=layer_ids, block_size=options.block_size,
         mask_token_id=options.mask_token_id, layer_types=(FULL,) * options.num_layers,

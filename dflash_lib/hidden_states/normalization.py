@@ -26,8 +26,9 @@ class LogitComparison:
     """Logits made in one way against the target's own, over all tokens of all rows.
 
     difference: [tokens] largest absolute difference of a token's logits; kl: [tokens] KL from the target's
-    distribution, nats; changed: [tokens] whether the most likely token is another one; margin: [tokens] the target's
-    lead of its most likely over its second token, in logits.
+    distribution, nats; changed: [tokens] whether the most likely token is another one, and not one that the target
+    itself finds equally likely (bf16 logits have ties); margin: [tokens] the target's lead of its most likely over its
+    second token, in logits.
     """
 
     name: str
@@ -63,7 +64,8 @@ def compare_ways(target: Target, rows: Sequence[Sequence[int]]) -> dict[str, Log
         for name, head_input in head_inputs.items():
             logits = target.head(head_input).float()  # one at a time: [T, vocabulary] is the largest thing here
             kl = (log_truth.exp() * (log_truth - logits.log_softmax(dim=-1))).sum(dim=-1).clamp(min=0)
-            parts[name].append(((logits - truth).abs().amax(dim=-1), kl, logits.argmax(dim=-1) != top.indices[:, 0],
+            chosen = truth.gather(1, logits.argmax(dim=-1, keepdim=True))[:, 0]
+            parts[name].append(((logits - truth).abs().amax(dim=-1), kl, chosen < top.values[:, 0],
                                 top.values[:, 0] - top.values[:, 1]))
     return {name: LogitComparison(name, *[torch.cat(column).cpu().numpy() for column in zip(*part, strict=True)])
             for name, part in parts.items()}

@@ -1,6 +1,7 @@
-"""Figures of 01_capacity: where a target's parameters are, and what the job needs beside what is free."""
+"""Figures of 01_capacity: where a target's parameters are, what the job needs beside what is free, what the GPUs do."""
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from dflash_lib.report.style import COLOURS, CYCLE, label, new_figure, plain_axis, styled
 
@@ -41,4 +42,35 @@ def fit_figure(needs: dict[str, tuple[float, float]]) -> Figure:
     label(axis, "gigabytes (logarithmic)", "", "What the job needs, beside what is free")
     figure.legend(loc="outside lower right", ncols=2)
     plain_axis(axis)
+    return figure
+
+
+WORK_COLOURS = {"load": "#C9CED6", "extract": COLOURS["blue"], "train": COLOURS["orange"]}
+
+
+@styled
+def gpu_plan_figure(plan) -> Figure:
+    """One bar a GPU and strategy over the hours (a `GpuPlan`): what it does, paler the more it waits."""
+    letters = list(plan.outcomes)
+    num_gpus = plan.outcomes[letters[0]].strategy.num_gpus
+    figure, axis = new_figure(height=0.9 + len(letters) * max(0.55, min(0.11 * num_gpus, 1.0)))
+    for row, letter in enumerate(letters):
+        outcome = plan.outcomes[letter]
+        lanes: dict[tuple[float, float], int] = {}
+        for phase in outcome.phases:
+            first = lanes.get((phase.start, phase.end), 0)  # groups that work at the same time stand below each other
+            lanes[phase.start, phase.end] = first + phase.num_gpus
+            for gpu in range(first, first + phase.num_gpus):
+                axis.barh(row - 0.4 + (gpu + 0.5) * 0.8 / num_gpus, phase.end - phase.start, left=phase.start,
+                          height=0.7 / num_gpus, color=WORK_COLOURS[phase.work], alpha=0.15 + 0.85 * phase.busy)
+        axis.annotate(f"{outcome.gpu_hours:,.4g} GPU-hours", (outcome.hours, row), xytext=(6, 0),
+                      textcoords="offset points", va="center", fontsize=9,
+                      fontweight="bold" if letter == plan.winner else "normal")
+    axis.set_yticks(range(len(letters)), [f"{k}  {plan.outcomes[k].strategy.name}" for k in letters])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.3 * max(o.hours for o in plan.outcomes.values()))
+    label(axis, "hours", "", "What each GPU does, strategy by strategy (pale = waiting)")
+    plain_axis(axis)
+    figure.legend(handles=[Patch(color=colour, label=work) for work, colour in WORK_COLOURS.items()],
+                  loc="outside lower right", ncols=3)
     return figure

@@ -108,7 +108,8 @@ class LoadReport:
                          "PyTorch (right, but slow on a GPU)"))
         if self.perplexity is not None:
             limit = "no limit" if self.perplexity_limit is None else f"limit {self.perplexity_limit:,.0f}"
-            rows.append(("perplexity of a short text", f"{self.perplexity:,.1f} ({limit})"))
+            value = f"{self.perplexity:,.1f}" if self.perplexity < 1e6 else f"{self.perplexity:.2g}"
+            rows.append(("perplexity of a short text", f"{value} ({limit})"))
         rows.append(("audit", self.depth))
         return rows
 
@@ -125,7 +126,8 @@ class LoadReport:
         if lines and all(name in _VALUE_PROBLEMS for name, found in self.problems.items() if found):
             lines.append('if the publisher\'s own files are so, audit="quick" does not judge values')
         if not lines:
-            lines = [f"perplexity {self.perplexity:,.0f} on a short English text, limit {self.perplexity_limit:,.0f}: "
+            value = f"{self.perplexity:,.0f}" if self.perplexity < 1e9 else f"{self.perplexity:.2g}"
+            lines = [f"perplexity {value} on a short English text, limit {self.perplexity_limit:,.0f}: "
                      "it does not know the language. Weights that are read wrongly do this; for an untrained target or "
                      "one that knows no English give max_perplexity=None"]
         raise LoadRefused(f"{self.path}: what was loaded is not the target in the files, and is refused. "

@@ -3,12 +3,22 @@
 import copy
 import difflib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.utils import is_accelerate_available
 
 from dflash_lib.files import read_json
@@ -18,6 +28,10 @@ from dflash_lib.target.errors import TargetError
 # The first release of Transformers that knows a model type; partly from memory, not tried on old releases.
 KNOWN_SINCE = {"gemma3": "4.50.0", "qwen3": "4.51.0", "qwen3_moe": "4.51.0", "gemma3n": "4.53.0", "gpt_oss": "4.55.0",
                "qwen3_next": "4.57.0", "qwen3_5": "5.2.0", "qwen3_5_moe": "5.2.0"}
+
+MOST = 2 ** 24
+SIZES = {"num_hidden_layers": 10_000, "hidden_size": MOST, "intermediate_size": MOST, "num_attention_heads": MOST,
+         "num_key_value_heads": MOST, "head_dim": MOST, "vocab_size": MOST, "max_position_embeddings": 2 ** 40}
 
 
 def read_config(path: Path | str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -35,12 +49,43 @@ def read_config(path: Path | str, trust_remote_code: bool = False) -> PreTrained
         raise TargetError(f"{path}: no config.json here; a model folder in Hugging Face layout is needed")
     raw = _read(where)
     model_type = raw.get("model_type")
+    for part in (raw, raw.get("text_config")):
+        _check_sizes(part if isinstance(part, dict) else {}, where)
+    if not isinstance(model_type, str | None):
+        raise TargetError(f"{where}: model_type is no text, found {model_type!r}")
     if model_type not in CONFIG_MAPPING and not trust_remote_code:
         raise TargetError(f"{where}: {_unknown(model_type, raw)}")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError) as error:
-        raise TargetError(f"{where}: {error}") from error
+    except Exception as error:  # each architecture has checks of its own, and those that it lacks fail in their way
+        raise TargetError(f"{where}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error's text, with its type where that is not one made for users."""
+    known = isinstance(error, ValueError | OSError | ImportError | StrictDataclassError) and str(error).strip()
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _check_sizes(values: dict[str, Any], where: Path) -> None:
+    """Raises TargetError for sizes that no model has: they would be found in the middle of loading, in other words."""
+    for name, most in SIZES.items():
+        value = values.get(name)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise TargetError(f"{where}: {name} is {value}, which no model has. Download it again.")
+
+
+def check_generation_config(path: Path | str) -> None:
+    """Raises TargetError when the folder has a generation_config.json that cannot be read, or whose eos_token_id is no
+    token id or list of them: where turns end is taken from there, long after loading."""
+    where = Path(path) / "generation_config.json"
+    if not where.is_file():
+        return
+    ends = _read(where).get("eos_token_id")
+    if ends is None:
+        return
+    if not all(type(token) is int and token >= 0 for token in (ends if isinstance(ends, list) else [ends])):
+        raise TargetError(f"{where}: eos_token_id must be a token id or a list of them, found {ends!r}")
 
 
 def _read(where: Path) -> dict[str, Any]:
@@ -50,7 +95,7 @@ def _read(where: Path) -> dict[str, Any]:
         raise TargetError(str(error).replace(f"{where}: ", f"{where}: is ", 1)) from error
     if not isinstance(raw, dict):
         raise TargetError(f"{where}: holds no JSON object")
-    if not isinstance(raw.get("quantization_config"), dict | None):
+    if not isinstance(raw.get("quantization_config"), dict | None):  # of config.json
         raise TargetError(f"{where}: quantization_config is no object, found {raw['quantization_config']!r}")
     return raw
 
@@ -63,7 +108,8 @@ def _unknown(model_type: str | None, raw: dict[str, Any]) -> str:
     if raw.get("auto_map"):
         code = ", ".join(sorted({str(value).split(".")[0] + ".py" for value in raw["auto_map"].values()}))
         return (f"{here} does not know the model type {model_type!r}; the folder brings its own code ({code}). Read "
-                "it, then load with trust_remote_code=True, which runs it")
+                "it, then load with load_target(..., trust_remote_code=True), which runs it; commands and notebooks "
+                "never do")
     since = KNOWN_SINCE.get(str(model_type).removesuffix("_text"))
     if since is not None:
         return f"{here} does not know the model type {model_type!r}: Transformers {since} and later do. Upgrade it."
@@ -72,6 +118,42 @@ def _unknown(model_type: str | None, raw: dict[str, Any]) -> str:
     return (f"{here} does not know the model type {model_type!r}: it needs a newer Transformers than that, or it is "
             "misspelled" + (f" ({near[0]!r}?)" if near else "")
             + (f". The file was written by Transformers {saved}." if saved else "."))
+
+
+@contextmanager
+def configuration_faults(path: Path | str) -> Iterator[None]:
+    """Turns whatever goes wrong with a configuration's values inside the `with` block into a TargetError: the modelling
+    code of Transformers meets a missing or impossible one with any kind of exception."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except Exception as error:  # noqa: BLE001  see above; nothing is swallowed
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise TargetError(f"{path}/config.json: no model can be made of these values ({type(error).__name__}: "
+                          f"{reason}). Compare it with the publisher's.") from error
+
+
+def without_weights(config: PreTrainedConfig, path: Path | str, dtype: torch.dtype | None = None,
+                    trust_remote_code: bool = False) -> nn.Module:
+    """The model of a text tower's configuration (see `text_tower`) on PyTorch's meta device: real modules, no memory.
+
+    Raises TargetError when its values do not make one, or when width or depth are not named: Transformers would fill in
+    those of some other model.
+    """
+    raw = _read(Path(path) / "config.json")
+    others = [section for key, section in raw.items() if not re.search("vision|audio", key)]
+    sections = [raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw, *others]
+    for name in ("hidden_size", "num_hidden_layers"):
+        names = (name, config.attribute_map.get(name, name))
+        if not any(key in section for section in sections if isinstance(section, dict) for key in names):
+            raise TargetError(f"{path}/config.json: names no {name}. Is it the whole file of the publisher?")
+    with configuration_faults(path), torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code, **({} if dtype is None else {"dtype": dtype}))
+        if not len(network.get_decoder().layers) or not all(p.numel() for p in network.parameters()):
+            raise ValueError("a size in it is 0")
+    return network
 
 
 def text_tower(config: PreTrainedConfig, path: Path | str) -> PreTrainedConfig:

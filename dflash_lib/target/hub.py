@@ -76,6 +76,21 @@ def find_target(path_or_hub_id: Path | str, revision: str | None = None, trust_r
                           "are kept.") from error
 
 
+def find_cached(hub_id: str) -> Path | None:
+    """The folder of `organisation/repository` or `organisation/repository@revision` in the hub's cache, when its
+    config.json and weights (or their index) are there; None otherwise, and for names of another form. Nothing is
+    downloaded."""
+    name, _, revision = hub_id.partition("@")
+    if not is_hub_id(name):
+        return None
+    for weights in ("model.safetensors", "model.safetensors.index.json"):
+        found = [huggingface_hub.try_to_load_from_cache(name, file, revision=revision or None)
+                 for file in ("config.json", weights)]
+        if all(isinstance(file, str) for file in found):
+            return Path(found[0]).parent
+    return None
+
+
 def hub_name(path: Path) -> tuple[str, str | None]:
     """Name and revision of a target's folder: `organisation/repository` and commit of a downloaded one, else the
     folder's own name and None."""

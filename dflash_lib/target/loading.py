@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -32,7 +31,13 @@ from dflash_lib.target.audit import (
     wrong_dtypes,
 )
 from dflash_lib.target.checkpoint import Checkpoint, weight_files
-from dflash_lib.target.configuration import key_mapping, read_config, text_tower
+from dflash_lib.target.configuration import (
+    check_generation_config,
+    key_mapping,
+    read_config,
+    text_tower,
+    without_weights,
+)
 from dflash_lib.target.errors import LoadRefused, TargetError
 from dflash_lib.target.hub import find_target, hub_name
 from dflash_lib.target.memory import check_memory
@@ -103,11 +108,14 @@ class Target:
 
 
 def load_tokenizer(path: Path | str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer. Raises TargetError when there is none, or when it needs the folder's own code."""
+    """The folder's tokenizer. Raises TargetError when there is none, when it needs the folder's own code, and for a
+    broken generation_config.json, which says with which tokens turns end."""
+    check_generation_config(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise TargetError(f"{path}: no usable tokenizer here ({error})") from error
+    except Exception as error:  # a damaged tokenizer.json raises whatever its parser does, even plain Exception
+        lacks = "" if (Path(path) / "tokenizer.json").is_file() else "no tokenizer.json; is the download complete? "
+        raise TargetError(f"{path}: no usable tokenizer here ({lacks}{type(error).__name__}: {error})") from error
 
 
 def weights_hash(files: list[Path]) -> str:
@@ -186,6 +194,8 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     checkpoint.check_stored_dtypes(quantised=scheme is not None)
     checkpoint.check_scales((scheme or {}).get("weight_block_size"))
     tied = bool(getattr(config, "tie_word_embeddings", False))
+    if audit == "full":
+        _refuse_other_size(path, config, checkpoint, tied, trust_remote_code)
     _, free = check_memory(str(path), checkpoint.num_parameters(tied), dtype, device, checkpoint.is_converted(dtype))
     tokenizer = load_tokenizer(path, trust_remote_code)
     model, info = _from_pretrained(path, config, checkpoint, dtype, attn_implementation, trust_remote_code)
@@ -200,6 +210,17 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     if audit == "full":
         _ = target.identity  # hashed now, while the files are those that were loaded
     return target
+
+
+def _refuse_other_size(path: Path, config: PreTrainedConfig, checkpoint: Checkpoint, tied: bool,
+                       trust_remote_code: bool) -> None:
+    """Raises TargetError for the configuration of a much larger model than the files hold: what they lack would be
+    made of random numbers, in memory that nobody looked for."""
+    promised = sum(p.numel() for p in without_weights(config, path, None, trust_remote_code).parameters())
+    held = checkpoint.num_parameters(tied)
+    if promised > 2 * held:
+        raise TargetError(f"{path}: config.json describes {promised:,} parameters, the weight files hold {held:,}. Is "
+                          "it another model's? Nothing was loaded.")
 
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
@@ -238,8 +259,9 @@ def _from_pretrained(path: Path, config: PreTrainedConfig, checkpoint: Checkpoin
                 ignore_mismatched_sizes=True, output_loading_info=True, **more)
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, OSError, RuntimeError, ImportError, KeyError, StrictDataclassError) as error:
-        raise TargetError(f"{path}: Transformers {transformers.__version__} could not load it: {error}") from error
+    except Exception as error:  # each architecture fails in its own way
+        raise TargetError(f"{path}: Transformers {transformers.__version__} could not load it: "
+                          f"{type(error).__name__}: {error}") from error
 
 
 def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint, info: dict,

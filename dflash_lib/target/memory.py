@@ -17,10 +17,15 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
 
 
 def free_memory(device: str = "cpu") -> int:
-    """Bytes free on a device: of the GPU, or of main memory (within the container's limit)."""
-    if torch.device(device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
+    """Bytes free on a device: of the GPU, or of main memory (within the container's limit). Raises TargetError for a
+    device that PyTorch does not know or cannot use."""
+    try:
+        if torch.device(device).type == "cuda":
+            free, _ = torch.cuda.mem_get_info("cuda:0" if device == "cuda" else device)
+            return free
+    except (RuntimeError, AssertionError) as error:
+        raise TargetError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}); PyTorch sees "
+                          f"{torch.cuda.device_count()} CUDA devices, and device: cpu always works") from error
     import psutil  # only here: a GPU box that runs the scripts of tests/gpu may have PyTorch and Transformers alone
 
     return max(0, min([psutil.virtual_memory().available, *cgroup_free()]))

@@ -4,16 +4,19 @@ An aligned model that is given its chat template up to the beginning of the user
 ask (Magpie, arXiv 2406.08464). The answers are then made by `regenerate`, like those to any other prompts.
 """
 
+import datetime
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dflash_lib.conversations.templates import render
-from dflash_lib.files import atomic_path
+from dflash_lib.files import atomic_path, write_json
 from dflash_lib.progress import Progress
 from dflash_lib.target.generate import sample_continuations
 from dflash_lib.target.loading import Target, TargetError
+from dflash_lib.target.resume import PartialFile, refuse_existing
 
 _MARK = "PROMPT-GOES-HERE"
 
@@ -36,8 +39,8 @@ class PromptOptions:
         for name in ("num_prompts", "max_new_tokens", "top_k", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature: more than 0 is needed, got {self.temperature}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature: a number above 0 is needed, got {self.temperature}")
 
 
 def prompt_prefix(target: Target) -> str:
@@ -50,37 +53,62 @@ def prompt_prefix(target: Target) -> str:
 
 
 def sample_prompts(target: Target, out: Path | str, options: PromptOptions) -> int:
-    """Writes `out` (JSONL, one conversation of one user turn a line); returns how many batches it took.
+    """Writes `out` (JSONL, one conversation of one user turn a line) and `out` + ".meta.json"; returns how many batches
+    it took.
 
-    A pure function of target and options on one machine. Raises ValueError when `out` is there already, TargetError
-    when hardly any draw ends within `max_new_tokens`.
+    A pure function of target and options on one machine. Each batch is appended to `out` + ".partial" as soon as it is
+    drawn, and a second call goes on behind the last of them, to the very same file. Raises ValueError when `out` is
+    there already or the partial file was begun with other settings, TargetError when hardly any draw ends within
+    `max_new_tokens`.
     """
     out = Path(out)
-    if out.exists():
-        raise ValueError(f"{out}: is there already. Move it away, or choose another name.")
+    refuse_existing(out)
     prefix = target.tokenizer(prompt_prefix(target), add_special_tokens=False)["input_ids"]
+    settings = {"model": target.identity, "device": target.device.type, **asdict(options)}
+    with PartialFile(out, settings) as partial:
+        prompts, batches = _sample(target, prefix, options, partial)
+        with atomic_path(out) as path, open(path, "w", encoding="utf-8") as f:
+            for number, text in enumerate(prompts[:options.num_prompts]):
+                row = {"id": f"sampled-{options.seed}-{number:05d}", "kind": "sampled",
+                       "messages": [{"role": "user", "content": text}]}
+                f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            meta = {**settings, "date": datetime.date.today().isoformat(), "batches": batches}
+            write_json(f"{out}.meta.json", meta)  # before `out` appears: who finds `out` finds its meta
+        partial.remove()
+    return batches
+
+
+def _sample(target: Target, prefix: list[int], options: PromptOptions, partial: PartialFile) -> tuple[list[str], int]:
+    """Enough different prompts, in order, and how many batches they took; what the partial file has is not drawn again
+    (a line of it is what a batch had that was new)."""
     prompts: dict[str, None] = {}  # ordered, each once
     batches = 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with Progress(options.num_prompts, "prompts", "prompts") as progress:
+    for _, line in partial.lines():
+        prompts.update(dict.fromkeys(json.loads(line)))
+        batches += 1
+    start = min(len(prompts), options.num_prompts)
+    with Progress(options.num_prompts, "prompts", "prompts", start=start) as progress:
         while len(prompts) < options.num_prompts:
-            seed = int.from_bytes(hashlib.sha256(f"{options.seed},{batches}".encode()).digest()[:7], "big")
-            for generation in sample_continuations(
-                    target, prefix, options.batch_size, options.max_new_tokens, temperature=options.temperature,
-                    top_k=options.top_k, seed=seed):
-                text = target.tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip()
-                if generation.finish_reason == "stop" and len(text.split()) >= options.min_words:
-                    prompts.setdefault(text)
+            new = [text for text in dict.fromkeys(_draw(target, prefix, options, batches)) if text not in prompts]
+            partial.append(json.dumps(new, ensure_ascii=False))
+            partial.keep()
+            prompts.update(dict.fromkeys(new))
             batches += 1
             if len(prompts) < batches * options.batch_size / 20:
+                partial.remove()  # the next call will have other settings
                 raise TargetError(f"{target.path}: of {batches * options.batch_size} sampled user turns only "
                                   f"{len(prompts)} were usable (ended within {options.max_new_tokens} tokens, new, "
                                   f"{options.min_words} words or more); raise max_new_tokens, or bring prompts of your "
                                   "own")
             progress.set(min(len(prompts), options.num_prompts))
-    with atomic_path(out) as path, open(path, "w", encoding="utf-8") as f:
-        for number, text in enumerate(list(prompts)[:options.num_prompts]):
-            row = {"id": f"sampled-{options.seed}-{number:05d}", "kind": "sampled",
-                   "messages": [{"role": "user", "content": text}]}
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return batches
+    return list(prompts), batches
+
+
+def _draw(target: Target, prefix: list[int], options: PromptOptions, batch: int) -> list[str]:
+    """The usable prompts of a batch, in order; a pure function of its number."""
+    seed = int.from_bytes(hashlib.sha256(f"{options.seed},{batch}".encode()).digest()[:7], "big")
+    drawn = sample_continuations(target, prefix, options.batch_size, options.max_new_tokens,
+                                 temperature=options.temperature, top_k=options.top_k, seed=seed)
+    texts = [target.tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip()
+             for generation in drawn if generation.finish_reason == "stop"]
+    return [text for text in texts if len(text.split()) >= options.min_words]

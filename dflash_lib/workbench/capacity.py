@@ -7,20 +7,26 @@ neither is a weight read nor a byte of memory taken.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, PreTrainedConfig
 
-from dflash_lib.conversations.formats import ConversationError, read_conversations
-from dflash_lib.conversations.templates import ChatTemplate, encode_conversation
+from dflash_lib.conversations.chunks import ERRORS, encode_chunk
+from dflash_lib.conversations.formats import ConversationError, RowFormat
+from dflash_lib.conversations.prepared_rows import PrepareOptions
+from dflash_lib.conversations.rendering import ChatTemplate
+from dflash_lib.conversations.sources import count_rows, read_rows
+from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.checkpoint import Checkpoint
-from dflash_lib.target.configuration import read_config, text_tower
+from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.memory import free_memory
 
-PARTS = ("embedding", "attention", "linear attention", "MLP", "norms", "head")
+PARTS = ("embedding", "attention", "linear attention", "MLP", "experts", "norms", "head")
+NOT_LOADED = ("vision", "multi-token prediction")
 STORED_BYTES = 2  # a bfloat16 value
 # Plain bf16 divided by this: measured on real states (shuffle and Zstd level 1, lossless).
 ENCODING_GAIN = {"bf16": 1.0, "bf16+zstd": 1.4}
@@ -28,13 +34,19 @@ ENCODING_GAIN = {"bf16": 1.0, "bf16+zstd": 1.4}
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSize:
-    """Sizes of a target's text tower: parameters by part (each counted once, a tied head with the embedding)."""
+    """Sizes of a target's text tower: parameters by part (each counted once, a tied head with the embedding).
+
+    num_active: parameters that one token passes through: all, but of the experts only those that it is routed to.
+    not_loaded: parameters by part of the whole model that the workbench does not load (vision, multi-token prediction).
+    """
 
     model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     parameters: dict[str, int]
+    num_active: int
+    not_loaded: dict[str, int]
 
     @property
     def num_parameters(self) -> int:
@@ -65,20 +77,47 @@ class Resources:
 def target_size(model: Path | str) -> TargetSize:
     """Sizes of the target whose config.json lies in the folder `model`; nothing else is needed there.
 
-    A vision tower and multi-token-prediction layers are not counted: the workbench does not load them. Raises
-    TargetError for a missing or unreadable configuration, or one that is not of a causal language model.
+    A vision tower and multi-token-prediction layers are counted apart. Raises TargetError for a missing or unreadable
+    configuration, one that is not of a causal language model, and one whose values make none.
     """
-    config = text_tower(read_config(model), model)
-    try:
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise TargetError(f"{model}/config.json: not a causal language model ({error})") from error
+    whole = read_config(model)
+    config = text_tower(whole, model)
+    network = without_weights(config, model)
     parameters = dict.fromkeys(PARTS, 0)
     for name, parameter in network.named_parameters():  # a tied head comes once, as the embedding
         parameters[_part(name, network)] += parameter.numel()
+    with configuration_faults(model):
+        idle = 0
+        if parameters["experts"]:
+            num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+            idle = parameters["experts"] * (num_experts - config.num_experts_per_tok) // num_experts
+        others = (_vision_parameters(whole, config, network), _mtp_parameters(config, network))
+    not_loaded = dict(zip(NOT_LOADED, others, strict=True))
     return TargetSize(model_type=config.model_type, num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
-                      vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v})
+                      vocab_size=config.vocab_size, parameters={k: v for k, v in parameters.items() if v},
+                      num_active=sum(parameters.values()) - idle,
+                      not_loaded={k: v for k, v in not_loaded.items() if v})
+
+
+def _vision_parameters(whole: PreTrainedConfig, text: PreTrainedConfig, language: nn.Module) -> int:
+    """Parameters of a wrapper beside its language model: what the two differ by."""
+    if whole.get_text_config() is whole or type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return 0
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(whole)
+    return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in language.parameters())
+
+
+def _mtp_parameters(config: PreTrainedConfig, network: nn.Module) -> int:
+    """Parameters of Qwen3.5's multi-token-prediction layers, which Transformers has no modules for: decoder layers with
+    full attention, a projection of embedding and state, and three norms."""
+    num_layers = getattr(config, "mtp_num_hidden_layers", None) or 0
+    if not num_layers:
+        return 0
+    full = [layer for layer in network.get_decoder().layers if hasattr(layer, "self_attn")][-1]
+    own = config.vocab_size * config.hidden_size if getattr(config, "mtp_use_dedicated_embeddings", False) else 0
+    return num_layers * sum(p.numel() for p in full.parameters()) + 2 * config.hidden_size**2 + (
+        3 * config.hidden_size) + own
 
 
 def _part(name: str, network: nn.Module) -> str:
@@ -87,7 +126,8 @@ def _part(name: str, network: nn.Module) -> str:
         return "embedding"
     if name.startswith("lm_head"):
         return "head"
-    for module, part in ((".self_attn.", "attention"), (".linear_attn.", "linear attention"), (".mlp.", "MLP")):
+    for module, part in ((".self_attn.", "attention"), (".linear_attn.", "linear attention"),
+                         (".mlp.experts.", "experts"), (".mlp.", "MLP")):
         if module in name:
             return part
     if "norm" in name:
@@ -137,53 +177,98 @@ class DataSize:
         return round(self.num_conversations * self.mean_length)
 
 
-def data_size(conversations: Path | str, tokenizer, max_samples: int | None, max_length: int,
-              num_probes: int = 200) -> DataSize:
-    """How much there is to extract, from `num_probes` conversations spread over the file.
+def data_size(conversations: Path | str, tokenizer, options: PrepareOptions, num_probes: int = 200) -> DataSize:
+    """How much there is to extract, from `num_probes` conversations spread over the file, prepared with these options.
 
-    Conversations that the preparation would refuse (too long, or without a usable mask) count neither here nor there.
-    Raises ConversationError for a broken file, or when none of the probes can be used.
+    Of a job that takes the first `max_samples`, these alone are looked at. Conversations that the preparation would
+    refuse (malformed, too long, or without a usable mask) count neither here nor there, and one that it would cut
+    counts as cut. Raises FileNotFoundError, SourceError and ConversationError for a broken file, and ConversationError
+    when none of the probes can be used.
     """
-    total = sum(1 for _ in read_conversations(conversations))
-    step = max(total // num_probes, 1)
-    lengths, num_probed, template = [], 0, ChatTemplate(tokenizer)
-    for i, conversation in enumerate(read_conversations(conversations)):
-        if i % step:
-            continue
-        num_probed += 1
-        try:
-            length = len(encode_conversation(template, conversation)[0])
-        except ConversationError:
-            continue  # the preparation refuses it too, and reports it with its reason
-        if length <= max_length:
-            lengths.append(length)
-    if not lengths:
-        raise ConversationError(f"{conversations}: none of {num_probed} conversations looked at can be used with "
-                                f"max_length {max_length}")
-    usable = round(total * len(lengths) / num_probed)
-    return DataSize(num_conversations=usable if max_samples is None else min(usable, max_samples),
-                    num_probed=num_probed, mean_length=sum(lengths) / len(lengths))
+    total = count_rows(conversations)
+    if total is None:
+        total = sum(1 for _ in read_rows(conversations))
+    reach = min(total, options.max_samples or total)
+    step = max(reach // num_probes, 1)
+    probes, last = [], None
+    for i, row in enumerate(read_rows(conversations)):
+        if i < reach and i % step == 0:
+            probes.append(row)
+        elif i == total - 1:
+            last = row  # looked at because that is where a file was cut off; it counts as no probe
+    if not probes:
+        raise ConversationError(f"{conversations}: holds no conversation")
+    template, row_format = ChatTemplate(tokenizer, options.template), RowFormat()
+    chunk = encode_chunk(template, probes, options, row_format)
+    tail = chunk if last is None or chunk.error is not None else encode_chunk(template, [last], options, row_format)
+    if tail.error is not None:
+        raise ERRORS[tail.error["type"]](tail.error["message"])
+    if not len(chunk.lengths):
+        raise ConversationError(f"{conversations}: none of {len(probes)} conversations looked at can be used; the "
+                                f"first: {chunk.refused[0]['reason']}")
+    usable = round(total * len(chunk.lengths) / len(probes))
+    return DataSize(num_conversations=min(usable, options.max_samples or usable), num_probed=len(probes),
+                    mean_length=float(chunk.lengths.mean()))
+
+
+def prepare_options(params: dict[str, Any]) -> PrepareOptions:
+    """How a job's parameters have conversations prepared. Raises ValueError for values that cannot be."""
+    return PrepareOptions(
+        max_samples=params["max_samples"], max_length=params["max_length"], too_long=params["too_long"],
+        min_supervised=params["block_size"], turns=params["turns"], thinking=params["thinking"],
+        template_kwargs=params["template_kwargs"] or {})
 
 
 def resources(store: Path | str, device: str = "cpu") -> Resources:
-    """What this machine has free; the folder `store` need not exist yet."""
-    folder = next(p for p in (Path(store).absolute(), *Path(store).absolute().parents) if p.exists())
-    disk = psutil.disk_usage(str(folder))
+    """What this machine has free; the folder `store` need not exist yet. Raises TargetError for a device that PyTorch
+    cannot use."""
+    disk = psutil.disk_usage(str(nearest_existing(store)))
     stored = sum(path.stat().st_size for path in Path(store).glob("shard-*.h5"))
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if device.startswith("cuda") and not gpus:
-        raise TargetError(f"device {device!r} asked for, but PyTorch sees no CUDA device; use device: cpu")
     return Resources(memory_free=free_memory(device), disk_free=disk.free, disk_stored=stored,
                      num_cpus=psutil.cpu_count() or 1, gpus=gpus)
 
 
-def disk_table(hidden_size: int, num_aux_layers: int, encoding: str, jobs: Sequence[tuple[str, int]]):
-    """Disk for the states of several jobs (name, tokens) as a pandas DataFrame of text: tokens and gigabytes."""
+@dataclass(frozen=True, kw_only=True)
+class DecodingState:
+    """Bytes that a target keeps of one sequence while decoding: keys and values (growing with its length, up to the
+    window in sliding layers), and recurrent and convolution states of linear attention (of one size)."""
+
+    kv_cache: int
+    recurrent: int
+
+
+def decoding_state(model: Path | str, num_tokens: int, dtype: torch.dtype | str = "bfloat16") -> DecodingState:
+    """What one sequence of `num_tokens` tokens keeps. Recurrent states are float32 in Transformers' fallback. Raises
+    TargetError for a configuration that makes no target."""
+    config, itemsize = text_tower(read_config(model), model), _dtype(dtype).itemsize
+    with configuration_faults(model):
+        return _decoding_state(config, num_tokens, itemsize)
+
+
+def _decoding_state(config: PreTrainedConfig, num_tokens: int, itemsize: int) -> DecodingState:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kv_cache = recurrent = 0
+    for kind in kinds:
+        if kind == "linear_attention":
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            values = config.linear_num_value_heads * config.linear_value_head_dim
+            recurrent += config.linear_key_head_dim * values * 4
+            recurrent += (2 * keys + values) * config.linear_conv_kernel_dim * itemsize
+        else:  # a sliding cache keeps the window less the token that comes next
+            kept = min(num_tokens, config.sliding_window - 1) if kind == "sliding_attention" else num_tokens
+            kv_cache += 2 * config.num_key_value_heads * head_dim * kept * itemsize
+    return DecodingState(kv_cache=kv_cache, recurrent=recurrent)
+
+
+def disk_table(hidden_size: int, num_aux_layers: int, jobs: Sequence[tuple[str, int]]):
+    """Disk for the states of several jobs (name, tokens) in every encoding, as a pandas DataFrame of text."""
     import pandas as pd
 
-    each = bytes_per_token(hidden_size, num_aux_layers, encoding=encoding)
-    return pd.DataFrame([[name, f"{tokens:,}", f"{tokens * each / 1e9:,.4g}"] for name, tokens in jobs],
-                        columns=["job", "tokens", "disk (GB)"]).set_index("job")
+    each = {name: bytes_per_token(hidden_size, num_aux_layers, encoding=name) for name in ENCODING_GAIN}
+    rows = [[name, f"{tokens:,}", *(human_bytes(tokens * size) for size in each.values())] for name, tokens in jobs]
+    return pd.DataFrame(rows, columns=["job", "tokens", *each]).set_index("job")
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -38,6 +38,7 @@ from dflash_lib.workbench.runs import (
     input_path,
     load_record,
     notebook_paths,
+    runs_folder,
     write_params,
 )
 
@@ -46,17 +47,18 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """run_id: None = the parameter file's name, so that a second call continues the first's run. start: first notebook
-    to look at; end: the last one; only: the one notebook to look at; force: execute even what is current."""
+    """run_id: None = the parameter file's name, so that a second call continues the first's run. start, stop: first and
+    last notebook to look at; only: the one notebook to look at; force: execute even what is current; runs_dir: None =
+    the job's parameter `runs_dir`, or runs/."""
 
     params_file: Path
     run_id: str | None = None
     start: str | None = None
-    end: str | None = None
+    stop: str | None = None
     only: str | None = None
     force: bool = False
     notebooks_dir: Path = REPOSITORY / "notebooks"
-    runs_dir: Path = REPOSITORY / "runs"
+    runs_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,15 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
     """
     stream = stream or sys.stdout
     notebooks = notebook_paths(options.notebooks_dir)
-    chosen = _choose(notebooks, options)
+    chosen = choose_notebooks(notebooks, options.start, options.stop, options.only)
     declarations = all_declarations(notebooks)
     params = resolve_parameters(read_parameters_file(options.params_file), declarations, str(options.params_file))
     for name in INPUT_PARAMETERS:
         if params.get(name) and not input_path(name, params[name]).exists():
             raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
-    result = PipelineResult(options.runs_dir / (options.run_id or Path(options.params_file).stem))
+    runs = options.runs_dir or runs_folder(params)
+    result = PipelineResult(runs / (options.run_id or Path(options.params_file).stem))
     result.folder.mkdir(parents=True, exist_ok=True)
     with run_lock(result.folder), _sigterm_interrupts():
         write_params(result.folder, params)
@@ -107,18 +110,20 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
     return result
 
 
-def _choose(notebooks: list[Path], options: PipelineOptions) -> list[Path]:
+def choose_notebooks(notebooks: list[Path], start: str | None = None, stop: str | None = None,
+                     only: str | None = None) -> list[Path]:
+    """The notebooks from `start` to `stop`, or `only` one, by their names. Raises RunError for names that are none, and
+    when nothing is left."""
     names = [notebook.stem for notebook in notebooks]
-    for option, name in (("--from", options.start), ("--to", options.end), ("--only", options.only)):
+    for option, name in (("--from", start), ("--to", stop), ("--only", only)):
         if name is not None and name not in names:
             raise RunError(f"{option} {name}: no such notebook; there are: {', '.join(names)}")
-    if options.only and (options.start or options.end):
-        raise RunError("--only excludes --from and --to")
-    start = names.index(options.only or options.start or names[0])
-    end = names.index(options.only or options.end or names[-1])
-    if end < start:
-        raise RunError(f"--to {options.end} comes before --from {options.start}")
-    return notebooks[start:end + 1]
+    if only and (start or stop):
+        raise RunError(f"--only and {'--from' if start else '--to'} exclude each other")
+    first, last = names.index(only or start or names[0]), names.index(only or stop or names[-1])
+    if first > last:
+        raise RunError(f"--from {start} comes after --to {stop}: there is nothing to run")
+    return notebooks[first:last + 1]
 
 
 def _run_stage(notebook: Path, declared: dict[str, Parameter], params: dict[str, Any], folder: Path, force: bool,

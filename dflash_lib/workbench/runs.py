@@ -24,7 +24,8 @@ from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_para
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
-INPUT_PARAMETERS = ("model", "conversations", "heldout_prompts", "vllm_reference")  # hashed by content, pipeline.py
+# hashed by content, pipeline.py
+INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
 BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages")
 OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
 
@@ -79,6 +80,11 @@ def input_path(parameter: str, value: str | Path) -> Path:
 
     name, _, revision = str(value).partition("@")
     return find_target(name, revision or None) if is_hub_id(name) else path
+
+
+def runs_folder(params: dict[str, Any]) -> Path:
+    """Where a job's run folders go: its parameter `runs_dir`, relative to the repository, or runs/."""
+    return REPOSITORY / Path(params.get("runs_dir") or "runs").expanduser()
 
 
 class Run:
@@ -215,10 +221,18 @@ def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) ->
     parameters = to_json(parameters, "parameters")
     differences = {name: [wanted.get(name, "(not set)"), value] for name, value in parameters.items()
                    if name not in wanted or wanted[name] != value}
+    _show_whole_texts()
     print(f"run folder: {folder}")
     for name, (theirs, ours) in differences.items():
         print(f"note: {name} = {ours!r} here, {theirs!r} in the run's params.yaml; this notebook's value is used")
     return Run(folder, __notebook_name__, parameters, differences)
+
+
+def _show_whole_texts() -> None:
+    """Tables on a page show their texts whole: pandas cuts them at 50 characters, in HTML, too."""
+    import pandas as pd
+
+    pd.set_option("display.max_colwidth", None)
 
 
 def notebook_paths(folder: Path | str = REPOSITORY / "notebooks") -> list[Path]:

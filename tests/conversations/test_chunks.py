@@ -11,11 +11,13 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from dflash_lib.conversations import chunks as chunks_module
 from dflash_lib.conversations.chunks import Chunk
-from dflash_lib.conversations.formats import read_conversations
+from dflash_lib.conversations.formats import ConversationError, read_conversations
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions, prepare
 from dflash_lib.conversations.templates import encode_conversation
 from tests.conftest import REPOSITORY
+from tests.conversations.test_mask import OWN, tokenizer_with
 from tests.conversations.test_prepare import OPTIONS, ROWS, chat
 from tests.tiny import make_tokenizer
 
@@ -126,19 +128,102 @@ def test_max_samples_stops_in_the_middle_of_a_chunk(tmp_path, tokenizer, chunk_r
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 50])
 @pytest.mark.parametrize(("lines", "message"), [
-    ([ROWS[0], '{"id": "x", "mess'], "line 2: not valid JSON"),
-    ([ROWS[0], {"messages": []}, '{"id": "x", "mess'], "line 2: expected an object with a non-empty list"),
+    ([ROWS[0], '{"id": "x", "mess\0'], "line 2: not valid JSON .*the file ends there. Was it cut off"),
+    ([ROWS[0], "{", '{"id": "x", "mess\0'], "line 3: not valid JSON"),
     ([ROWS[0], {**ROWS[0], "id": "b"}, {**ROWS[2], "id": "a"}, "{"], "line 3: id 'a' was used on line 1 already"),
-    ([ROWS[0], "{", ROWS[0]], "line 2: not valid JSON"),
+    (["[1]", ROWS[0]], "line 1: expected an object, found list"),
+    ([{"text": "a"}, ROWS[0]], "line 1: expected an object with a non-empty list .*found the keys text"),
     ([ROWS[0], {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}],
      "line 2: the row's form is 'conversations', but 'messages' in .*line 1"),
     (["{"], "line 1: not valid JSON"),
 ])
 def test_the_first_fault_of_a_file_stops(tmp_path, tokenizer, lines, message, chunk_rows):
     path = tmp_path / "c.jsonl"
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    path.write_text(text.replace("\0\n", ""))
     with pytest.raises(ValueError, match=message):
         prepare(path, tokenizer, OPTIONS, chunk_rows=chunk_rows)
+
+
+MALFORMED = [
+    ('{"a" 1}', "line-2", "not valid JSON (Expecting ':' delimiter, at character 6)",
+     "not valid JSON"),
+    (b"\xff\xfe", "line-2", "not valid JSON ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)",
+     "not valid JSON"),
+    ("[" * 100_000, "line-2", "not valid JSON (maximum recursion depth exceeded while decoding a JSON array from a "
+     "unicode string)", "not valid JSON"),
+    ("[1]", "line-2", "expected an object, found list", "expected an object"),
+    ({"id": "x", "text": "a"}, "x", None, 'expected an object with a non-empty list "messages"'),
+    ({"id": 7, "messages": []}, "7", 'expected an object with a non-empty list "messages"', None),
+    ({"id": "x", "messages": [{"role": "robot", "content": "a"}]}, "x", "message 0: unknown role 'robot'; known roles: "
+     "system, user, assistant, tool, developer", "unknown role"),
+    ({"id": "x", "messages": [{"role": "user", "content": "a"}]}, "x", "no assistant turn, so nothing to train on; let "
+     "the target answer it with `python -m dflash_lib regenerate`", "no assistant turn, so nothing to train on"),
+    ({"id": "\ud83d", "messages": ROWS[0]["messages"]}, "\\ud83d",
+     "id '\\ud83d' holds half of a character (a lone surrogate)", "id"),
+]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 50])
+@pytest.mark.parametrize(("row", "name", "reason", "kind"), MALFORMED)
+def test_a_malformed_row_is_refused_with_its_number(tmp_path, tokenizer, row, name, reason, kind, chunk_rows):
+    """One bad row in a million is no reason to throw the others away, nor to pass over it without a word."""
+    lines = [json.dumps(ROWS[0]), row if isinstance(row, str | bytes) else json.dumps(row), json.dumps(ROWS[2])]
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    rows = prepare(path, tokenizer, OPTIONS, chunk_rows=chunk_rows)
+    assert rows.sample_ids == ["a", "b"]
+    entry, = rows.refused
+    assert (entry["number"], entry["id"]) == (2, name)
+    assert reason is None or entry["reason"] == f"malformed: {reason}"
+    assert entry["kind"] == f"malformed: {kind or reason}"
+    assert f"row 2, id {name}: malformed: " in rows.describe()
+    rows.save(tmp_path / "prepared")
+    assert PreparedRows.load(tmp_path / "prepared").refused == rows.refused
+
+
+def test_a_row_that_the_tokenizer_does_not_take_is_refused_alone(tmp_path, tokenizer, monkeypatch):
+    """Rows are tokenised many at once; what one of them raises must not take the others with it."""
+    plain = chunks_module.tokenize_rows
+
+    def picky(tokenizer, rows):
+        if any("device" in segment.text for row in rows for segment in row):
+            raise ConversationError("the tokenizer joins 'device' with what stands before it")
+        return plain(tokenizer, rows)
+
+    monkeypatch.setattr(chunks_module, "tokenize_rows", picky)
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = prepare(path, tokenizer, OPTIONS)
+    assert rows.sample_ids == ["a", "b"] and [e["number"] for e in rows.refused] == [2, 4]
+    assert rows.refused[0]["reason"] == "template: the tokenizer joins 'device' with what stands before it"
+
+
+def test_a_call_of_a_thousand_brackets_is_refused_alone(tmp_path):
+    arguments = '{"x": ' * 900 + "1" + "}" * 900
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    path = tmp_path / "c.jsonl"
+    deep = {"id": "deep", "messages": [{"role": "user", "content": "a"}, call]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], deep, ROWS[2])))
+    rows = prepare(path, tokenizer_with(OWN / "drops_thinking.jinja"), OPTIONS)
+    assert rows.sample_ids == ["a", "b"] and rows.refused[0]["id"] == "deep"
+
+
+def test_a_file_of_malformed_rows_stops(tmp_path, tokenizer):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"messages": [{"role": "robot", "content": ""}]}\n' * 3)
+    with pytest.raises(ConversationError, match="all 3 conversations were refused.*line-1: malformed: message 0: unkn"):
+        prepare(path, tokenizer, OPTIONS)
+
+
+def test_malformed_rows_in_several_processes(tmp_path, tokenizer):
+    path = many(tmp_path / "c.jsonl")
+    lines = path.read_text().splitlines()
+    lines[20] = "{"
+    path.write_text("\n".join(lines) + "\n")
+    one = prepare(path, tokenizer, OPTIONS, work_dir=tmp_path / "one")
+    two = prepare(path, tokenizer, OPTIONS, work_dir=tmp_path / "two", num_workers=2, chunk_rows=4)
+    assert contents(one) == contents(two) and 21 in [entry["number"] for entry in one.refused]
 
 
 @pytest.mark.slow

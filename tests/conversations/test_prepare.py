@@ -213,8 +213,8 @@ def test_refused_rows_are_numbered_and_described(tmp_path, tokenizer):
                                       "longer than max_length": 1, "too few supervised tokens": 1}
     text = rows.describe(num_refused=2)
     assert f"2 rows, {rows.num_tokens} tokens, {rows.num_supervised} of them supervised" in text
-    assert "refused: 4 rows:\n  2 x template: its content" in text
-    assert "row 4, id short: too few supervised tokens: 1 in the row, 4 needed" in text and "row 5" not in text
+    assert "refused: 4 rows:\n  2 x template: its content" in text and "prompt (first: row 5)" in text
+    assert "row 4, id short: too few supervised tokens: 1 in the row, 4 needed" in text and "row 5, id" not in text
     rows.save(tmp_path / "prepared")
     assert PreparedRows.load(tmp_path / "prepared").describe() == rows.describe()
 

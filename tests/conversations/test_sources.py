@@ -10,7 +10,7 @@ import pytest
 
 from dflash_lib.conversations import sources
 from dflash_lib.conversations.formats import read_conversations
-from dflash_lib.conversations.sources import SourceError, count_rows, data_files, hash_source, read_rows
+from dflash_lib.conversations.sources import BrokenRow, SourceError, count_rows, data_files, hash_source, read_rows
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
          {"type": "function", "function": {"name": "g", "arguments": {"y": [1, 2]}}}]
@@ -227,5 +227,34 @@ def test_damage_inside_columnar_files(tmp_path):
         count_rows(path)
     text = pa.array([b"\xff"], pa.binary()).view(pa.string())
     parquet.write_table(pa.table({"messages": text}), path)
-    with pytest.raises(SourceError, match="c.parquet: values that cannot be decoded .*utf-8"):
+    with pytest.raises(BrokenRow, match="c.parquet, row 1: values that cannot be decoded .*utf-8"):
         next(read_rows(path)).value()
+
+
+def test_one_row_that_cannot_be_decoded_leaves_its_batch_alone(tmp_path):
+    """Columnar files are decoded many rows at once; a row that is no text does not take the others with it."""
+    text = pa.array([b'"a"', b"\xff", b'"c"'], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"messages": text}), tmp_path / "c.parquet")
+    rows = list(read_rows(tmp_path / "c.parquet"))
+    with pytest.raises(BrokenRow, match="c.parquet, row 2: values"):
+        rows[1].value()
+    assert [rows[i].value() for i in (0, 2)] == [{"messages": '"a"'}, {"messages": '"c"'}]
+
+
+@pytest.mark.parametrize(("text", "kinds"), [
+    ('{"a": 1}\n{"a"\n{"a": 3}\n', [None, BrokenRow, None]),
+    ('{"a": 1}\n{"a": 2}\n{"a"\n', [None, None, BrokenRow]),
+    ('{"a": 1}\n\n{"a"', [None, SourceError]), ('{"a": 1}\n{"a": 2}', [None, None]),
+    ('\n{"a"\n{"a": 2}\n', [SourceError, None]),
+])
+def test_a_broken_line_and_a_broken_file(tmp_path, text, kinds):
+    """A file that is not JSON lines shows in its first line, one that was cut off in its last."""
+    (tmp_path / "c.jsonl").write_text(text)
+    found = []
+    for row in read_rows(tmp_path / "c.jsonl"):
+        try:
+            row.value()
+            found.append(None)
+        except SourceError as error:
+            found.append(type(error))
+    assert found == kinds

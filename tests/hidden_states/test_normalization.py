@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dflash_lib.hidden_states.normalization import EXACT, NO_NORM, OFF_BY_ONE, STORED, TWICE, compare_ways
+from dflash_lib.target.loading import load_target
 
 ROWS = [[5, 80, 200, 33, 7, 9, 14], [4, 300]]
 
@@ -15,6 +16,17 @@ def test_only_the_right_way_is_exact(name, request):
     assert ways[EXACT].max_difference == 0.0 and ways[EXACT].changed_share == 0.0
     assert 0 < ways[STORED].max_difference < 0.1 < min(ways[w].max_difference for w in (TWICE, NO_NORM, OFF_BY_ONE))
     assert all(len(way.kl) == 9 and (way.kl >= 0).all() for way in ways.values())
+
+
+def test_ties_of_bf16_logits_are_no_change(tiny_qwen3_5_folder):
+    """The exact way is exact in bf16, too; which of equally likely tokens a sort puts first says nothing."""
+    target = load_target(tiny_qwen3_5_folder, "bfloat16", audit="quick")
+    rows = [torch.randint(4, 384, (60,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
+    ways = compare_ways(target, rows)
+    assert (ways[EXACT].margin == 0).any(), "no tie among them: a blunt test"
+    for name in (EXACT, STORED):
+        assert ways[name].max_difference == 0 == ways[name].changed_share
+    assert ways[NO_NORM].changed_share > 0.1
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def test_right_padding_is_harmless_and_left_padding_is_not(name, request):
     assert errors.lengths == [3, 1, 40] and np.isnan([errors.right[1], errors.left[1]]).all()
     assert errors.right[0] < 1e-5 and errors.right[2] < 1e-5
     assert errors.left[0] > 0.01 and errors.left[2] < 1e-5  # the longest row has no padding
-    assert 1e-4 < errors.storage[0] < 0.01
+    assert 1e-4 < errors.storage[0] < 0.01 and errors.limit == max(errors.storage[0], errors.storage[2])
 
 
 def test_the_reference_is_found_by_name_and_shape(tiny_llama):
@@ -84,6 +84,21 @@ def test_reference_models_that_lie_there_are_compared_too(tiny_llama):
 def test_rounded_states_agree_with_themselves(tiny_llama):
     agreement = compare_rounded(tiny_llama, [[5, 6, 7, 8]])
     assert 0 < agreement.errors.max() < 0.004 < agreement.best_shifted_median
+    assert agreement.shift_ratio == agreement.best_shifted_median / agreement.worst_layer_median
+
+
+@pytest.mark.parametrize("name", ["tiny_llama_folder", "tiny_qwen3_5_folder"])
+def test_a_target_that_computes_in_bf16(name, request):
+    """Its states are rounded already: nothing may be divided by what storage costs, nor limited by it."""
+    target = load_target(request.getfixturevalue(name), "bfloat16", audit="quick")
+    rows = [[9, 8, 7], list(range(10, 50))]
+    errors = padding_errors(target, rows, [1, 3])
+    assert max(errors.storage) == 0 and max(errors.right) < errors.limit < errors.left[0]
+    assert errors.limit == max(0.12, errors.left[0] / 4)
+    agreement = compare_rounded(target, rows)
+    assert agreement.errors.max() < 0.12 and agreement.shift_ratio > 3
+    same = compare_states([torch.ones(3, 2, 4)], [torch.ones(3, 2, 4)])
+    assert same.shift_ratio == float("inf")
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen3_5"])

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from dflash_lib.target.errors import TargetError
-from dflash_lib.target.hub import FILES, NOT_FILES, find_target, hub_name, is_hub_id
+from dflash_lib.target.hub import FILES, NOT_FILES, find_cached, find_target, hub_name, is_hub_id
 from dflash_lib.target.loading import load_target, target_identity
 from tests.conftest import REPOSITORY
 
@@ -55,6 +55,16 @@ def test_what_is_no_hub_id(name):
     assert not is_hub_id(name)
     with pytest.raises(TargetError, match="no such model folder .and no hub id"):
         find_target(name or "not-here")
+
+
+def test_what_is_in_the_cache_is_found_without_asking(cache, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    for name in ("some-org/tiny-llama", "some-org/tiny-llama@main", f"some-org/tiny-llama@{COMMIT}"):
+        assert find_cached(name) == cache
+    for name in ("some-org/other", "some-org/tiny-llama@v2", "nowhere", str(cache)):
+        assert find_cached(name) is None
+    (cache / "model.safetensors").unlink()
+    assert find_cached("some-org/tiny-llama") is None, "a configuration alone is no target"
 
 
 def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):

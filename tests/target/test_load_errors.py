@@ -17,6 +17,7 @@ from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.loading import load_target, load_tokenizer
 from dflash_lib.target.memory import cgroup_free, check_memory, free_memory
+from dflash_lib.workbench import capacity
 from tests.families import change_config
 
 OWN_CODE = """
@@ -225,7 +226,7 @@ def test_memory_of_the_gpu_and_on_the_way_to_it(monkeypatch):
 
 def test_free_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
-    assert free_memory("cuda:0") == 123
+    assert free_memory("cuda:0") == free_memory("cuda") == 123
     assert 10_000_000 < free_memory() < 10 ** 14
     monkeypatch.setattr(memory, "cgroup_free", lambda: iter([77]))
     assert free_memory() == 77
@@ -262,4 +263,65 @@ def test_an_adapter_beside_the_weights(folder, nothing_loads):
     """Without peft it would be left out without a word, with peft its base model might be loaded in place of these."""
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some-org/base"}')
     with pytest.raises(TargetError, match="holds an adapter .*Merge it into its model"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"hidden_size": 0}, "hidden_size is 0, which no model has"), ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"vocab_size": -1}, "vocab_size is -1"), ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+    ({"num_hidden_layers": 10 ** 9}, "num_hidden_layers is 1000000000"), ({"vocab_size": 10 ** 12}, "vocab_size is 1"),
+    ({"model_type": ["llama"]}, "model_type is no text, found .'llama'."),
+    ({"hidden_act": "x"}, "no model can be made of these values .KeyError: 'x'"),
+    ({"pad_token_id": 10 ** 9}, "no model can be made of these values .AssertionError: Padding_idx"),
+    ({"num_attention_heads": 3.5}, "num_attention_heads")])
+def test_sizes_and_values_that_no_model_has(folder, nothing_loads, values, message):
+    """Where each would come up by itself there is an IndexError, a ZeroDivisionError or a machine without memory."""
+    change_config(folder, **values)
+    with pytest.raises(TargetError, match=f"(?s)config.json.*{message}"):
+        load_target(folder)
+    with pytest.raises(TargetError, match="config.json"):
+        capacity.target_size(folder)
+
+
+def test_the_configuration_of_a_larger_model(folder, nothing_loads):
+    """What the files lack would be random, in as much memory as that model takes."""
+    held = Checkpoint.read(folder).num_parameters()
+    change_config(folder, vocab_size=4_000_000)
+    with pytest.raises(TargetError, match=f"describes 25[0-9,]+ parameters, the weight files hold {held:,}"):
+        load_target(folder)
+
+
+def test_whatever_transformers_raises_is_told_of_the_folder(folder, monkeypatch):
+    def broken(*_args, **_options):
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", broken)
+    with pytest.raises(TargetError, match="target: Transformers .* could not load it: IndexError: list index out"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"eos_token_id": "2"}', "eos_token_id must be"),
+    ('{"eos_token_id": [2, null]}', "eos_token_id must be"), ('{"eos_token_id": -1}', "found -1"),
+    ('{"eos_token_id": true}', "found True"), ('{"eos_token_id": {}}', "eos_token_id must be")])
+def test_a_broken_generation_config(folder, nothing_loads, text, message):
+    """It says with which tokens turns end: tokenising and generating would find out, hours later."""
+    (folder / "generation_config.json").write_text(text)
+    for load in (load_target, load_tokenizer):
+        with pytest.raises(TargetError, match=f"generation_config.json: .*{message}"):
+            load(folder)
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": null}', "{}", '{"eos_token_id": [2, 0]}', None])
+def test_a_generation_config_that_says_little(folder, text):
+    (folder / "generation_config.json").unlink()
+    if text is not None:
+        (folder / "generation_config.json").write_text(text)
+    assert load_target(folder).report.is_good
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model": 5}', "\xff"])
+def test_a_broken_tokenizer(folder, nothing_loads, text):
+    (folder / "tokenizer.json").write_text(text, encoding="latin-1")
+    with pytest.raises(TargetError, match="target: no usable tokenizer here"):
         load_target(folder)

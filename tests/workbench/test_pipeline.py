@@ -61,17 +61,17 @@ def test_only_from_to_and_force(job):
     assert run(job)[0] == ["passed", "passed"]
     assert run(job, only="01_a", force=True)[0] == ["passed", "not run"]
     assert run(job, start="02_b")[0] == ["not run", "current"]
-    assert run(job, end="01_a")[0] == ["current", "not run"]
-    assert run(job, start="01_a", end="02_b")[0] == ["current", "current"]
     assert run(job, start="02_b", force=True)[0] == ["not run", "passed"]
-    for bad in ({"only": "03_c"}, {"start": "03_c"}, {"end": "03_c"}):
+    assert run(job, stop="01_a", force=True)[0] == ["passed", "not run"]
+    assert run(job, start="02_b", stop="02_b", force=True)[0] == ["not run", "passed"]
+    for bad in ({"only": "03_c"}, {"start": "03_c"}, {"stop": "03_c"}):
         with pytest.raises(RunError, match="03_c: no such notebook; there are: 01_a, 02_b"):
             run(job, **bad)
-    for other in ("start", "end"):
-        with pytest.raises(RunError, match="--only excludes --from and --to"):
-            run(job, only="01_a", **{other: "01_a"})
-    with pytest.raises(RunError, match="--to 01_a comes before --from 02_b"):
-        run(job, start="02_b", end="01_a")
+    for bad in ({"start": "01_a"}, {"stop": "01_a"}):
+        with pytest.raises(RunError, match="exclude each other"):
+            run(job, only="01_a", **bad)
+    with pytest.raises(RunError, match="--from 02_b comes after --to 01_a"):
+        run(job, start="02_b", stop="01_a")
 
 
 def test_what_a_stage_depends_on_makes_it_run_again(job, monkeypatch):
@@ -242,3 +242,13 @@ def test_an_interrupted_run_leaves_no_orphans_and_goes_on(job, signal_number):
     wait_for(lambda: all(map(gone, pids)))
     (job / "runs" / "job" / "again").touch()
     assert run(job)[0] == ["current", "passed"]
+
+
+def test_the_jobs_own_runs_dir(tmp_path):
+    """The parameter decides where run folders go, unless the caller does."""
+    write_notebook(tmp_path / "notebooks", "01_a", "runs_dir: str = ''\n", opening("01_a", "runs_dir"), finishing())
+    write_params(tmp_path, runs_dir=str(tmp_path / "scratch"))
+    _, result, _ = run(tmp_path, runs_dir=None)
+    assert result.folder == tmp_path / "scratch" / "job" and (result.folder / "params.yaml").is_file()
+    _, result, _ = run(tmp_path)
+    assert result.folder == tmp_path / "runs" / "job"

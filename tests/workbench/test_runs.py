@@ -26,6 +26,12 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_tables_show_their_texts_whole(folder):
+    run, note = opened(folder), "a note of more than fifty characters, the end of which says what to do"
+    run.check("a check", 1, 2, "<=", note)
+    assert note in run.checks_table()._repr_html_() and note in repr(run.checks_table())
+
+
 def test_the_cell_wins_and_differences_are_printed_and_recorded(folder, capsys):
     run = opened(folder, steps=4, ids=None, other="x")
     assert run.params == {"steps": 4, "ids": None, "other": "x"}

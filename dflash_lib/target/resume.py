@@ -1,0 +1,92 @@
+"""Long jobs of a target that write JSON lines as they go: a second call goes on where a killed one was.
+
+`OUT.partial` grows line by line; `OUT.partial.json` beside it says with which settings, and a call with others is
+refused. Both are gone once `OUT` is there.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_lib.files import read_json, write_json
+
+
+class PartialFile:
+    """The lines of a job that is not finished, open for appending; a context manager.
+
+    settings: what the lines depend on, as JSON; defaults: of settings that files begun by earlier versions lack. Raises
+    ValueError when `out` is there already, when another process writes it, and when the lines were begun with other
+    settings, or with unknown ones.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any], defaults: dict[str, Any] | None = None):
+        refuse_existing(out)
+        self.path, self.settings_path = Path(f"{out}.partial"), Path(f"{out}.partial.json")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        is_begun = self.path.exists()
+        self.file = open(self.path, "ab")
+        try:  # the kernel gives the lock back, whatever ends the process
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.file.close()
+            raise ValueError(f"{self.path}: another process is writing it. Wait for it, or choose another name."
+                             ) from error
+        try:
+            if is_begun:
+                self._check(settings, defaults or {})
+            write_json(self.settings_path, settings)
+        except BaseException:
+            if not is_begun:
+                self.path.unlink()
+            self.file.close()
+            raise
+
+    def _check(self, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
+        if not self.settings_path.exists():
+            raise ValueError(f"{self.path}: its settings file {self.settings_path.name} is missing, so what wrote it "
+                             "is not known. Remove it to start anew.")
+        before = defaults | read_json(self.settings_path)
+        changed = {key: [before.get(key), settings[key]] for key in settings if before.get(key) != settings[key]}
+        if changed:
+            raise ValueError(f"{self.path}: begun with other settings: {changed} (before, now). Remove it to start "
+                             "anew.")
+
+    def __enter__(self) -> "PartialFile":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.file.close()
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(position, line) of each whole line. A line that a kill cut short is taken off the file behind them."""
+        whole = 0
+        with open(self.path, "rb") as f:
+            for line in f:
+                if not line.endswith(b"\n"):
+                    break
+                yield whole, line
+                whole += len(line)
+        os.truncate(self.path, whole)
+
+    def append(self, line: str) -> int:
+        """Writes a line; returns its position. `keep` makes it durable."""
+        position = self.file.seek(0, os.SEEK_END)
+        self.file.write(line.encode("utf-8") + b"\n")
+        return position
+
+    def keep(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def remove(self) -> None:
+        """Ends the job; `out` is there."""
+        self.path.unlink()
+        self.settings_path.unlink()
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises ValueError when `out` is there already: it may have cost hours."""
+    if out.exists():
+        raise ValueError(f"{out}: is there already. Move it away, or choose another name.")

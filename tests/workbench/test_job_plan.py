@@ -1,0 +1,185 @@
+"""`run --plan`: the numbers of the real job, what would stop it, and that nothing is touched."""
+
+import pytest
+import torch
+import yaml
+
+from dflash_lib import __main__ as command
+from dflash_lib.files import write_json
+from dflash_lib.target.errors import TargetError
+from dflash_lib.workbench import job_plan
+from dflash_lib.workbench.job_plan import plan_job
+from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder, write_params
+
+REAL = REPOSITORY / "notebooks" / "params" / "qwen3_6_27b_8gpu.yaml"
+
+
+@pytest.fixture
+def job(tiny_llama_folder, tmp_path):
+    """A small job whose data is not counted, with round rates; changes go in by keyword."""
+    (tmp_path / "prompts.jsonl").write_text("")
+
+    def write(**changes):
+        values = {"model": str(tiny_llama_folder), "conversations": str(tmp_path / "none.jsonl"), "max_samples": 100,
+                  "heldout_prompts": str(tmp_path / "prompts.jsonl"), "max_length": 72, "num_aux_layers": 3,
+                  "num_workers": 2, "token_budget": 144, "block_size": 4, "mask_token_id": 3, "draft_vocab_size": None,
+                  "steps": 200, "batch_samples": 2, "extract_tokens_s": 1.0, "train_tokens_s": 4.0, "load_s": 360.0,
+                  "disk_mb_s": 1e6, "runs_dir": str(tmp_path / "runs"), **changes}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
+        return tmp_path / "job.yaml"
+
+    return write
+
+
+def stage(plan, name):
+    return next(s for s in plan.stages if s.notebook == name)
+
+
+def test_hours_and_bytes_by_hand(job):
+    """100 rows of 72 tokens are 7,200: an hour for two processes of one token/s. 200 steps of 2 rows are 28,800 tokens:
+    two hours at 4 a second. Loading takes a tenth of an hour. A token takes (3 + 1) x 64 x 2 bytes."""
+    plan = plan_job(job())
+    assert [s.notebook for s in plan.stages] == [path.stem for path in notebook_paths()]
+    assert stage(plan, "04_extract").hours == pytest.approx(1.1, abs=1e-4)
+    assert stage(plan, "04_extract").writes == 7200 * 512
+    assert stage(plan, "06_train").hours == pytest.approx(2.1, abs=1e-4)
+    assert stage(plan, "06_train").reads == pytest.approx(28_800 * 512 + 246_592 * 4)
+    assert "4 epochs of training" in plan.text() and "none.jsonl: no such file" in plan.text()
+
+
+def test_rates_of_an_earlier_run_take_the_stated_ones_place(job, tmp_path):
+    folder = tmp_path / "runs" / "job"
+    write_params(folder, {})
+    write_json(folder / "results" / "04_extract.json", {"results": {"tokens_per_second": 4.0, "num_workers": 2}})
+    plan = plan_job(job())
+    assert stage(plan, "04_extract").hours == pytest.approx(0.6, abs=1e-4)
+    assert "measured in job (04_extract)" in plan.text()
+    other = tmp_path / "runs" / "other"
+    write_params(other, {})
+    write_json(other / "results" / "06_train.json", {"results": {"tokens_per_second": 8.0, "num_workers": 1}})
+    plan = plan_job(job(rates_from=str(other)))
+    assert stage(plan, "06_train").hours == pytest.approx(1.1, abs=1e-4)
+
+
+def test_nothing_is_touched(job, tmp_path, capsys):
+    path = job()
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    assert command.main(["run", str(path), "--plan"]) == 1, "the conversations are missing"
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+    printed = capsys.readouterr().out
+    assert "nothing was executed or written" in printed and "What would stop it" in printed
+
+
+def test_a_job_that_nothing_stops(job, tmp_path, capsys):
+    (tmp_path / "c.jsonl").write_text(
+        '{"id": "a", "messages": [{"role": "user", "content": "What is rain?"}, '
+        '{"role": "assistant", "content": "A battery is a device that stores electrical energy."}]}\n')
+    assert command.main(["run", "--plan", str(job(conversations=str(tmp_path / "c.jsonl")))]) == 0
+    printed = capsys.readouterr().out
+    assert "data: 1 samples" in printed and "Nothing that can be seen from here would stop it" in printed
+
+
+def obstacles(path):
+    return "\n".join(plan_job(path).obstacles)
+
+
+def test_what_would_stop_it(job, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="mask_token_id 999 is no row"):
+        plan_job(job(mask_token_id=999))
+    monkeypatch.setattr(job_plan, "free_memory", lambda *_: 2_000_000)
+    found = obstacles(job(batch_samples=8))
+    assert "06_train: takes" in found and "02_layout" not in found
+    monkeypatch.setattr(job_plan.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 3_000_000}))
+    assert "the hidden states take 3.69 MB, 3.00 MB are free" in obstacles(job())
+    monkeypatch.setattr(job_plan.os, "access", lambda *_: False)
+    assert "runs_dir: " in obstacles(job()) and "cannot be written" in obstacles(job())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "PyTorch sees no CUDA device" in obstacles(job(device="cuda"))
+
+
+
+
+def test_a_device_and_a_folder_that_are_none(job, tmp_path):
+    assert "device 'gpu' cannot be used" in obstacles(job(device="gpu"))
+    (tmp_path / "runs").write_text("")
+    assert "runs_dir: " in obstacles(job()) and "is a file" in obstacles(job())
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"max_length": 0}, "max_length 0"), ({"num_workers": 0}, "num_workers 0"), ({"token_budget": -1}, "budget -1"),
+    ({"decode_tokens_s": 0.0}, "decode_tokens_s 0.0"), ({"extract_tokens_s": 0.0}, "extract_tokens_s"),
+    ({"disk_mb_s": -1.0}, "disk_write_mb_s"), ({"steps": 0}, "steps"), ({"batch_samples": 0}, "batch_samples"),
+    ({"slots_per_anchor": 0}, "slots_per_anchor"), ({"gpus": 0}, "gpus"), ({"max_samples": 0}, "max_samples"),
+    ({"num_aux_layers": 99}, "num_aux_layers"), ({"target_layer_ids": [9, 1]}, "target_layer_ids"),
+    ({"encoding": "int4"}, "encoding"), ({"dtype": "float31"}, "dtype"), ({"too_long": "shorten"}, "too_long"),
+    ({"thinking": "yes"}, "thinking"), ({"draft_vocab_size": 385}, "draft_vocab_size 385"), ({"modle": "x"}, "modle")])
+def test_values_that_cannot_be(changes, words, job, capsys):
+    """One line, no traceback, and the exit code of what the user can put right."""
+    assert command.main(["run", "--plan", str(job(**changes))]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_files_that_are_no_parameters(tmp_path, capsys):
+    for text in ("a: [", "- 1\n", "\x00"):
+        (tmp_path / "bad.yaml").write_text(text)
+        assert command.main(["run", "--plan", str(tmp_path / "bad.yaml")]) == 2
+        assert "bad.yaml" in capsys.readouterr().err
+
+
+def test_broken_conversations_stop_the_job_not_the_plan(job, tmp_path):
+    (tmp_path / "c.jsonl").write_text("{")
+    assert "conversations: " in obstacles(job(conversations=str(tmp_path / "c.jsonl")))
+
+
+def test_some_of_the_notebooks(job, capsys):
+    plan = plan_job(job(), start="04_extract", stop="06_train")
+    assert [s.notebook for s in plan.stages] == ["04_extract", "05_statistics", "06_train"]
+    assert [s.notebook for s in plan_job(job(), only="02_layout").stages] == ["02_layout"]
+    assert command.main(["run", "--plan", str(job()), "--to", "08"]) == 2
+    assert "--to 08: no such notebook" in capsys.readouterr().err
+
+
+def test_drawn_slots_and_the_average_are_counted(job):
+    """Half the drafter's bytes for less: 7 slots against 1 of a head of 384 rows, a copy of the drafter."""
+    wide = {"block_size": 8, "anchors_per_sample": 60, "kl_weight": 1.0, "average": 0.0}
+    one, all_slots = (stage(plan_job(job(slots_per_anchor=n, **wide)), "06_train").memory for n in (1, 7))
+    assert all_slots - one > 2 * 2 * 60 * 6 * 384 * 4  # logits and their gradient at least, of two conversations
+    averaged = stage(plan_job(job(slots_per_anchor=7, **wide | {"average": 0.9})), "06_train").memory
+    assert averaged > all_slots
+
+
+def test_finished_shards_are_room_for_the_store(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(job_plan.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
+    (tmp_path / "states").mkdir()
+    (tmp_path / "states" / "shard-00000.h5").write_bytes(bytes(3_000_000))
+    assert "the hidden states take" not in obstacles(job(store_dir=str(tmp_path / "states")))
+
+
+def test_a_target_that_is_not_here(job, tmp_path):
+    with pytest.raises(TargetError, match="--plan downloads nothing. Give a folder .* model_config"):
+        plan_job(job(model="Org/model"))
+    config = str(REPOSITORY / "data" / "configs" / "qwen3.6-27b")
+    assert "HF_HUB_OFFLINE=1" in obstacles(job(model="Org/model", model_config=config, mask_token_id=248070))
+    with pytest.raises(FileNotFoundError, match="set max_samples to plan without it"):
+        plan_job(job(max_samples=None))
+
+
+def test_the_real_job(capsys):
+    """61,440 bytes a token before compression, and every stage fits a GPU of 96 GB."""
+    plan = plan_job(REAL)
+    extract, train = stage(plan, "04_extract"), stage(plan, "06_train")
+    assert extract.writes == pytest.approx(50_000 * 3072 * 61_440 / 1.4)
+    assert 53.79e9 < extract.memory < 96e9 and train.memory < 96e9
+    assert extract.hours > 50_000 * 3072 / (8 * 2500) / 3600 and train.hours > 6 * 50_000 * 3072 / 10_000 / 3600
+    assert plan.folder == runs_folder({"runs_dir": "/scratch/dflash/runs"}) / REAL.stem
+    text = plan.text()
+    assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text
+    assert "8 GPUs, 6 epochs, 10 TB: E: 6 extract while 2 train" in text and "The workbench does C: " in text
+    assert "tapped layers [1, 16, 31, 46, 61]" in text and "26.9 B parameters, 53.79 GB in bfloat16" in text
+    assert "conversations: /scratch/dflash/conversations.jsonl: no such file" in text
+    assert command.main(["run", "--plan", str(REAL)]) == 1 and "07_evaluate" in capsys.readouterr().out
+
+
+def test_the_shipped_configuration_is_the_tested_one():
+    ours = REPOSITORY / "data" / "configs" / "qwen3.6-27b" / "config.json"
+    assert ours.read_bytes() == (REPOSITORY / "tests" / "data" / "qwen3.6-27b" / "config.json").read_bytes()
