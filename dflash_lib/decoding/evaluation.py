@@ -218,7 +218,8 @@ def record(result: SideBySide, block_size: int) -> dict[str, Any]:
 
 def measure_step_seconds(target: Target, proposer: Proposer, answer: Answer, block_size: int,
                          num_repeats: int = 8) -> tuple[dict[int, float], float]:
-    """Seconds of a target forward over n tokens behind a text, for n = 1 to `block_size`, and of one draft.
+    """Seconds of verifying n tokens behind a text, rollback of half of them included, for n = 1 (a step of plain
+    decoding) to `block_size`, and of one draft.
 
     Medians; the draft contains the taking in of one confirmed token.
     """

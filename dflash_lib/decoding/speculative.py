@@ -1,10 +1,13 @@
-"""Greedy decoding of one sequence with the target alone, and with a proposer whose drafts the target verifies.
+"""Decoding of one sequence with the target alone, and with a proposer whose drafts the target verifies.
 
 A verify step runs the target once over the anchor (the newest token, not yet in the cache) and its drafts. Drafts are
 accepted as long as they equal the target's own choice; the target's choice behind them is the bonus token, and the
-next anchor. So the output is what greedy decoding gives, whatever is proposed. Timings are wall-clock seconds.
+next anchor. So the output is what greedy decoding gives, whatever is proposed. With a temperature, the output is
+distributed as the target's own samples (choosing.py). Refused drafts are taken out of the target's cache again
+(cache.py). Timings are wall-clock seconds.
 """
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_lib.decoding.cache import DecodingError, cache_argument, crop_cache, new_cache
+from dflash_lib.decoding.cache import DecodingError, TargetCache
+from dflash_lib.decoding.choosing import Choice, Draft, Greedy, Sampling
 from dflash_lib.drafter.inference import Proposer
 from dflash_lib.target.capture import HiddenStateTap
 from dflash_lib.target.generate import stop_token_ids
@@ -69,9 +73,9 @@ class SpeculativeDecoded(Decoded):
 
 
 class _TargetRunner:
-    """The target with one growing sequence in its cache."""
+    """The target with one growing sequence in its cache. rollback: tokens are to be taken back."""
 
-    def __init__(self, target: Target, prompt_ids: Sequence[int], max_new_tokens: int):
+    def __init__(self, target: Target, prompt_ids: Sequence[int], max_new_tokens: int, rollback: bool):
         limit = getattr(target.config, "max_position_embeddings", None)
         if not len(prompt_ids):
             raise DecodingError("the prompt is empty; at least one token is needed")
@@ -81,8 +85,7 @@ class _TargetRunner:
             raise DecodingError(f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones exceed the target's "
                                 f"{limit} positions")
         self.target = target
-        self.cache = new_cache(target)
-        self.cache_name = cache_argument(target.model)
+        self.cache = TargetCache(target, rollback)
 
     def clock(self) -> float:
         """Wall-clock seconds, after the device has finished what it was given."""
@@ -90,12 +93,20 @@ class _TargetRunner:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def choose(self, token_ids: Sequence[int], num_choices: int) -> list[int]:
-        """Appends tokens to the sequence; the target's greedy choice behind each of the last `num_choices` of them."""
+    def append(self, token_ids: Sequence[int]) -> Tensor:
+        """Appends tokens to the sequence; the target's logits [V] behind the last of them."""
+        return self._forward(token_ids, 1)[0]
+
+    def verify(self, token_ids: Sequence[int]) -> Tensor:
+        """Appends tokens to the sequence, some of which may be taken back; the logits [n, V] behind each."""
+        with self.cache.recording():
+            return self._forward(token_ids, len(token_ids))
+
+    def _forward(self, token_ids: Sequence[int], num_logits: int) -> Tensor:
         input_ids = torch.tensor([token_ids], device=self.target.device)
-        output = self.target.model(input_ids=input_ids, use_cache=True, logits_to_keep=num_choices,
-                                   **{self.cache_name: self.cache})
-        return output.logits[0].argmax(dim=-1).tolist()
+        output = self.target.model(input_ids=input_ids, use_cache=True, logits_to_keep=num_logits,
+                                   **self.cache.arguments)
+        return output.logits[0]
 
 
 def _cut(new: list[int], room: int, stop: set[int]) -> tuple[list[int], str | None]:
@@ -109,54 +120,74 @@ def _cut(new: list[int], room: int, stop: set[int]) -> tuple[list[int], str | No
 
 @torch.inference_mode()
 def greedy_generate(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> Decoded:
-    """Continues `prompt_ids` token by token. Raises DecodingError (empty prompt, too long, cache not supported)."""
-    runner, stop = _TargetRunner(target, prompt_ids, max_new_tokens), set(stop_token_ids(target))
+    """Continues `prompt_ids` token by token. Raises DecodingError (empty prompt, too long)."""
+    return _generate(target, prompt_ids, max_new_tokens, Greedy())
+
+
+@torch.inference_mode()
+def sample_generate(target: Target, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float,
+                    seed: int = 0) -> Decoded:
+    """Continues `prompt_ids` token by token, each drawn from softmax(logits / temperature).
+
+    Raises DecodingError as `greedy_generate` does, and for a temperature that is not above 0.
+    """
+    return _generate(target, prompt_ids, max_new_tokens, Sampling(temperature, seed))
+
+
+def _generate(target: Target, prompt_ids: Sequence[int], max_new_tokens: int, choice: Choice) -> Decoded:
+    runner = _TargetRunner(target, prompt_ids, max_new_tokens, rollback=False)
+    stop = set(stop_token_ids(target))
     begin = runner.clock()
-    token_ids, finish = _cut(runner.choose(list(prompt_ids), 1), max_new_tokens, stop)
+    token_ids, finish = _cut([choice.choose(runner.append(prompt_ids))], max_new_tokens, stop)
     prefilled = runner.clock()
     while finish is None:
-        new, finish = _cut(runner.choose(token_ids[-1:], 1), max_new_tokens - len(token_ids), stop)
+        new, finish = _cut([choice.choose(runner.append(token_ids[-1:]))], max_new_tokens - len(token_ids), stop)
         token_ids += new
     return Decoded(token_ids, finish, runner.clock() - begin, prefilled - begin)
 
 
 @torch.inference_mode()
 def speculative_generate(target: Target, proposer: Proposer, prompt_ids: Sequence[int], max_new_tokens: int,
-                         block_size: int, layer_ids: Sequence[int]) -> SpeculativeDecoded:
+                         block_size: int, layer_ids: Sequence[int], *, temperature: float = 0.0,
+                         seed: int = 0) -> SpeculativeDecoded:
     """Continues `prompt_ids` with verify steps of `block_size` tokens: the anchor and block_size - 1 drafts.
 
     layer_ids: target layers whose outputs the proposer reads. The proposer is handed the states of exactly the tokens
-    that are confirmed, as the verify steps computed them. Raises DecodingError as `greedy_generate` does, for a
-    block_size below 2 and for a proposer that returns another number of drafts than asked for.
+    that are confirmed, as the verify steps computed them. temperature: 0 = greedy; above, tokens are distributed as
+    those of `sample_generate` (but are not the same ones for the same seed). Raises DecodingError as these do, for a
+    block_size below 2, for a target whose cache cannot be rolled back, and for a proposer that returns another number
+    of drafts than asked for.
     """
     if block_size < 2:
         raise DecodingError(f"block_size counts the anchor, so at least 2 is needed, got {block_size}")
-    runner, stop = _TargetRunner(target, prompt_ids, max_new_tokens), set(stop_token_ids(target))
+    choice = Sampling(temperature, seed) if temperature else Greedy()
+    runner = _TargetRunner(target, prompt_ids, max_new_tokens, rollback=True)
+    stop = set(stop_token_ids(target))
     context = list(prompt_ids)  # confirmed tokens in the cache; the anchor is not among them
     steps: list[Step] = []
     begin = runner.clock()
     proposer.begin()
     with HiddenStateTap(target, layer_ids) as tap:
-        token_ids, finish = _cut(runner.choose(context, 1), max_new_tokens, stop)
+        token_ids, finish = _cut([choice.choose(runner.append(context))], max_new_tokens, stop)
         if finish is None:
             proposer.extend(context, _states(tap, len(context)))
         prefilled = runner.clock()
         while finish is None:
             anchor, start = token_ids[-1], runner.clock()
-            drafts = proposer.propose(anchor, block_size - 1)
+            draft = choice.draft(proposer, anchor, block_size - 1)
+            drafts = draft.token_ids
             if len(drafts) != block_size - 1:
                 raise DecodingError(f"{proposer.name}: {block_size - 1} drafts asked for, {len(drafts)} proposed")
             drafted = runner.clock()
-            choices = runner.choose([anchor, *drafts], block_size)
-            matching = next((i for i, draft in enumerate(drafts) if draft != choices[i]), len(drafts))
-            new, finish = _cut(choices[:matching + 1], max_new_tokens - len(token_ids), stop)
-            crop_cache(runner.cache, len(context) + 1 + matching)
+            accepted, bonus = choice.accept(draft, runner.verify([anchor, *drafts]))
+            new, finish = _cut([*drafts[:accepted], bonus], max_new_tokens - len(token_ids), stop)
+            runner.cache.forget(len(drafts) - accepted)
             verified = runner.clock()
             if finish is None:
-                proposer.extend([anchor, *drafts[:matching]], _states(tap, 1 + matching))
-            steps.append(Step(len(context), len(drafts), min(matching, len(new)), len(new), verified - drafted,
+                proposer.extend([anchor, *drafts[:accepted]], _states(tap, 1 + accepted))
+            steps.append(Step(len(context), len(drafts), min(accepted, len(new)), len(new), verified - drafted,
                               drafted - start + runner.clock() - verified))
-            context += [anchor, *drafts[:matching]]
+            context += [anchor, *drafts[:accepted]]
             token_ids += new
     return SpeculativeDecoded(token_ids, finish, runner.clock() - begin, prefilled - begin, steps)
 
@@ -169,18 +200,25 @@ def _states(tap: HiddenStateTap, num_tokens: int) -> Tensor:
 @torch.inference_mode()
 def measure_verify_seconds(target: Target, context_ids: Sequence[int], lengths: Sequence[int],
                            num_repeats: int = 8) -> dict[int, float]:
-    """Median seconds of one target forward over n tokens behind `context_ids`, for each n of `lengths`.
+    """Median seconds of verifying n tokens behind `context_ids` and taking every second one back, for each n of
+    `lengths`.
 
-    n = 1 is a step of plain decoding. The lengths take turns, so that a machine that slows down hits them alike.
+    n = 1 is a step of plain decoding: nothing is recorded or taken back. The lengths take turns, so that a machine that
+    slows down hits them alike.
     """
-    runner = _TargetRunner(target, context_ids, max(lengths))
-    runner.choose(list(context_ids), 1)
+    runner, choice = _TargetRunner(target, context_ids, max(lengths), rollback=True), Greedy()
+    runner.append(context_ids)
+    prefilled = runner.cache
     seconds: dict[int, list[float]] = {n: [] for n in lengths}
     for repeat in range(num_repeats + 1):
         for n in lengths:
-            start = runner.clock()
-            runner.choose([context_ids[-1]] * n, n)
+            runner.cache = copy.deepcopy(prefilled)
+            token_ids, start = [context_ids[-1]] * n, runner.clock()
+            if n == 1:
+                choice.choose(runner.append(token_ids))
+            else:
+                choice.accept(Draft(token_ids[1:]), runner.verify(token_ids))
+                runner.cache.forget(n // 2)
             if repeat:  # the first round warms up
                 seconds[n].append(runner.clock() - start)
-            crop_cache(runner.cache, len(context_ids))
     return {n: sorted(values)[len(values) // 2] for n, values in seconds.items()}

@@ -12,7 +12,10 @@ from dflash_lib.target.loading import Target
 
 
 class Proposer(Protocol):
-    """Proposes the tokens that follow an anchor. Used by decoding, by its baselines and by the trained drafter."""
+    """Proposes the tokens that follow an anchor. Used by decoding, by its baselines and by the trained drafter.
+
+    One that can draw its drafts has a method `propose_sampled`, too, as DrafterProposer's.
+    """
 
     name: str
 
@@ -41,6 +44,7 @@ class DrafterProposer:
         self.config = drafter.config
         self.embedding = target.embedding
         self.head = head_rows(target.head.weight, drafter.draft_vocab)
+        self.vocab_size = target.head.weight.shape[0]
         self.mask_embedding = self.embedding(torch.tensor([self.config.mask_token_id], device=target.device))
         self.begin()
 
@@ -63,6 +67,28 @@ class DrafterProposer:
 
     @torch.inference_mode()
     def propose(self, anchor: int, num_tokens: int) -> list[int]:
+        return self._target_ids(self._logits(anchor, num_tokens).argmax(dim=-1)).tolist()
+
+    @torch.inference_mode()
+    def propose_sampled(self, anchor: int, num_tokens: int, temperature: float,
+                        generator: torch.Generator) -> tuple[list[int], Tensor]:
+        """Drafts drawn slot by slot, with the distributions [num_tokens, V] float64 that they were drawn from.
+
+        V: the target's vocabulary; a reduced draft vocabulary leaves zeros. generator: a CPU random state.
+        """
+        probabilities = (self._logits(anchor, num_tokens).double() / temperature).softmax(dim=-1)
+        drawn = torch.multinomial(probabilities.cpu(), 1, generator=generator)[:, 0].to(probabilities.device)
+        if self.draft_vocab is not None:
+            over_all = probabilities.new_zeros(num_tokens, self.vocab_size)
+            over_all[:, self.draft_vocab.to(over_all.device)] = probabilities
+            probabilities = over_all
+        return self._target_ids(drawn).tolist(), probabilities
+
+    def _target_ids(self, ids: Tensor) -> Tensor:
+        return ids if self.draft_vocab is None else self.draft_vocab.to(ids.device)[ids]
+
+    def _logits(self, anchor: int, num_tokens: int) -> Tensor:
+        """[num_tokens, rows of the head]: for the slots behind the anchor."""
         if not 1 <= num_tokens < self.config.block_size:
             raise ValueError(f"{num_tokens} draft tokens asked of a drafter with block_size {self.config.block_size} "
                              f"(1 to {self.config.block_size - 1})")
@@ -74,7 +100,4 @@ class DrafterProposer:
         embedded = torch.cat([anchor_embedding, self.mask_embedding.expand(self.config.block_size - 1, -1)])
         hidden = self.network(embedded[None, None].to(self.network.fc.weight.dtype),
                               torch.tensor([[self.num_context]], device=device), self.cache)
-        ids = F.linear(hidden[0, 0, 1:num_tokens + 1], self.head.to(hidden.dtype)).argmax(dim=-1)
-        if self.draft_vocab is not None:
-            ids = self.draft_vocab.to(device)[ids]
-        return ids.tolist()
+        return F.linear(hidden[0, 0, 1:num_tokens + 1], self.head.to(hidden.dtype))

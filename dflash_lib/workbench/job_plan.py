@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dflash_lib.decoding.cache import DecodingError, new_cache
+from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.drafter.training import TrainOptions
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.capture import default_layer_ids
@@ -293,7 +293,7 @@ def _disks(store: Path, folder: Path, needed: float) -> list[str]:
 
 def _target_obstacles(config_folder: Path, params: dict[str, Any]) -> list[str]:
     try:
-        new_cache(meta_target(config_folder, params["dtype"]))
+        TargetCache(meta_target(config_folder, params["dtype"]))
     except DecodingError as error:
         return [f"07_evaluate: {error}"]
     return []

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import MistralConfig
 
-from dflash_lib.decoding import speculative
-from dflash_lib.decoding.cache import DecodingError, cache_argument, crop_cache, new_cache
+from dflash_lib.decoding.cache import DecodingError, TargetCache, cache_argument
 from dflash_lib.decoding.speculative import greedy_generate, measure_verify_seconds, speculative_generate
 from dflash_lib.target.capture import capture_batch
 from tests.decoding.scripted import Scripted
@@ -143,7 +141,7 @@ def test_positions_and_times(tiny_talker, answer):
 
 def test_a_cache_that_is_not_rolled_back_would_be_seen(tiny_talker, answer, monkeypatch):
     """Planted fault: refused drafts stay in the cache."""
-    monkeypatch.setattr(speculative, "crop_cache", lambda cache, num_tokens: None)
+    monkeypatch.setattr(TargetCache, "forget", lambda cache, num_tokens: setattr(cache, "calls", None))
     monkeypatch.setattr(Scripted, "propose", lambda self, anchor, num_tokens: [9] * num_tokens)
     assert decode(tiny_talker, Scripted(PROMPT + answer)).token_ids != answer
 
@@ -178,28 +176,12 @@ def test_a_proposer_that_drafts_too_few(tiny_talker, answer):
         decode(tiny_talker, proposer, 4)
 
 
-def test_targets_that_cannot_be_rolled_back(tiny_qwen3_5):
-    with pytest.raises(DecodingError, match="linear_attention"):
-        greedy_generate(tiny_qwen3_5, PROMPT, 4)
-    sliding = SimpleNamespace(path=tiny_qwen3_5.path, config=MistralConfig(sliding_window=16))
-    with pytest.raises(DecodingError, match="sliding"):
-        new_cache(sliding)
-
-
-def test_cache_helpers(tiny_talker):
-    assert cache_argument(tiny_talker.model) == "cache"
+def test_cache_argument(tiny_talker):
+    assert cache_argument(SimpleNamespace(forward=lambda input_ids, cache=None: 0)) == "cache"
     assert cache_argument(SimpleNamespace(forward=lambda input_ids, past_key_values=None: 0)) == "past_key_values"
     with pytest.raises(DecodingError, match="neither"):
         cache_argument(SimpleNamespace(forward=lambda input_ids: 0))
-    cache = new_cache(tiny_talker)
-    with torch.no_grad():
-        tiny_talker.model(input_ids=torch.tensor([PROMPT]), cache=cache, use_cache=True)
-    crop_cache(cache, len(PROMPT))
-    assert cache.get_seq_length() == len(PROMPT)
-    crop_cache(cache, 3)
-    assert cache.get_seq_length() == 3 and cache.layers[0].keys.shape[2] == 3
-    with pytest.raises(DecodingError, match="3 tokens cannot be cropped to 4"):
-        crop_cache(cache, 4)
+    assert list(TargetCache(tiny_talker).arguments) == [cache_argument(tiny_talker.model)]
 
 
 def test_verify_seconds(tiny_talker):

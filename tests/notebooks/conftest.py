@@ -29,18 +29,21 @@ def write_prompts(path, num, text):
     return path
 
 
-@pytest.fixture(scope="session")
-def tiny_job(tiny_llama, tmp_path_factory) -> PipelineOptions:
-    """A parameter file for the tiny target, with conversations that it wrote itself."""
-    folder = tmp_path_factory.mktemp("job")
+def make_job(target, folder) -> PipelineOptions:
+    """A parameter file for a tiny target, with conversations that it wrote itself."""
     prompts = write_prompts(folder / "train.jsonl", 24, "What is rain? Explain it {} times.")
-    regenerate(tiny_llama, prompts, folder / "conversations.jsonl", RegenerateOptions(max_new_tokens=24))
+    regenerate(target, prompts, folder / "conversations.jsonl", RegenerateOptions(max_new_tokens=24))
     heldout = write_prompts(folder / "heldout.jsonl", 6, "Write a story about {} kittens.")
     reference = DATA / "vllm_reference"
-    values = TINY | {"model": str(tiny_llama.path), "conversations": str(folder / "conversations.jsonl"),
+    values = TINY | {"model": str(target.path), "conversations": str(folder / "conversations.jsonl"),
                      "heldout_prompts": str(heldout), "vllm_reference": str(reference) if reference.is_dir() else ""}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     return PipelineOptions(params_file=folder / "tiny.yaml", runs_dir=folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def tiny_job(tiny_llama, tmp_path_factory) -> PipelineOptions:
+    return make_job(tiny_llama, tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,13 @@
 
 import ast
 import re
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dflash_lib.report.pages import build_report
+from dflash_lib.target.loading import load_target
 from dflash_lib.workbench.parameters import (
     all_declarations,
     declared_parameters,
@@ -15,6 +18,7 @@ from dflash_lib.workbench.parameters import (
 )
 from dflash_lib.workbench.pipeline import run_pipeline
 from dflash_lib.workbench.runs import REPOSITORY, load_record, notebook_paths
+from tests.notebooks.conftest import make_job
 
 NOTEBOOKS = notebook_paths()
 PARAMETER_FILES = sorted((REPOSITORY / "notebooks" / "params").glob("*.yaml"))
@@ -22,6 +26,20 @@ PARAMETER_FILES = sorted((REPOSITORY / "notebooks" / "params").glob("*.yaml"))
 def test_every_notebook_passes_on_a_tiny_target(tiny_run):
     assert tiny_run.error == ""
     assert [(s.notebook, s.state) for s in tiny_run.stages] == [(path.stem, "passed") for path in NOTEBOOKS]
+
+
+@pytest.mark.slow
+def test_every_notebook_passes_on_a_tiny_hybrid(tiny_qwen3_5_folder, tmp_path):
+    folder = shutil.copytree(tiny_qwen3_5_folder, tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[name][2] = tensors[name][3] * 0.7  # as made, padding's row is zero, and Gated DeltaNet leaves zeros zero
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    run = run_pipeline(make_job(load_target(folder), tmp_path))
+    assert run.error == ""
+    assert [(s.notebook, s.state) for s in run.stages] == [(path.stem, "passed") for path in NOTEBOOKS]
+    evaluated = load_record(run.folder, "07_evaluate")["results"]
+    assert evaluated["identical_prompts"] == evaluated["num_prompts"] == 4
 
 
 @pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
