@@ -45,8 +45,9 @@ NUM_SAMPLES = 8  # held-out conversations whose loss is on record one by one, so
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """num_conversations: the first ones of the file, which grows at its end; batch_tokens: of a step, padding included; sort_rows: rows that are sorted by length together, so that a batch
-    has rows of like length; evaluations: of the held-out conversations, spread over the training."""
+    """num_conversations: the first ones of the file, which grows at its end; batch_tokens: of a step, padding included;
+    sort_rows: rows that are sorted by length together, so that a batch has rows of like length; evaluations: of the
+    held-out conversations, spread over the training."""
 
     num_conversations: int = 9495
     vocab_size: int = 2048
@@ -336,7 +337,8 @@ def main() -> None:
                   encode(template, [with_plans(c) for c in train], recipe.max_length))
     # half of the held-out conversations think
     judged = encode(template, [with_plans(c) if i % 2 else c for i, c in enumerate(heldout)], recipe.max_length)
-    data = {"file": options.conversations.name, "first_lines_sha256": hash_lines(options.conversations, recipe.num_conversations),
+    data = {"file": options.conversations.name,
+            "first_lines_sha256": hash_lines(options.conversations, recipe.num_conversations),
             "training_conversations": len(train), "heldout_conversations": len(heldout), "left_out": num_dropped,
             "epoch_tokens": [sum(len(row.input_ids) for row in rows) for rows in renderings]}
     fingerprint = hash_value([data["first_lines_sha256"], asdict(recipe), hash_file(__file__), hash_file(

@@ -11,6 +11,13 @@ import torch
 
 from dflash_lib.conversations.formats import Conversation, read_conversations
 from dflash_lib.conversations.templates import ChatTemplate, encode_conversation, encode_prompt
+from dflash_lib.decoding import (
+    PromptLookupProposer,
+    first_divergence,
+    greedy_generate,
+    read_prompts,
+    speculative_generate,
+)
 from dflash_lib.files import read_json
 from dflash_lib.target.generate import generate_batch
 from dflash_lib.target.loading import load_target
@@ -156,6 +163,18 @@ def test_it_says_the_same_again(own_text, hybrid):
     raise AssertionError("fewer than two conversations without a near-tie")
 
 
+def test_drafts_leave_its_answers_as_they_are(hybrid):
+    """Real text, where drafts are now refused and now accepted, over several chunks of 64 tokens."""
+    refused = accepted = 0
+    for prompt in read_prompts(DATA / "demo_heldout_prompts.jsonl", hybrid.tokenizer, 4):
+        plain = greedy_generate(hybrid, prompt.token_ids, 150)
+        drafted = speculative_generate(hybrid, PromptLookupProposer(), prompt.token_ids, 150, 8, [1, 4])
+        assert first_divergence(hybrid, prompt.token_ids, plain.token_ids, drafted.token_ids) is None
+        refused += sum(step.accepted < step.drafted for step in drafted.steps[:-1])
+        accepted += sum(step.accepted for step in drafted.steps)
+    assert refused > 50 and accepted > 50
+
+
 # --- the script -----------------------------------------------------------------------------------------------------
 
 ANSWERS = ["Rain is water that falls from the clouds. It fills the rivers.", "1. Look.\n2. Listen.\n3. Think about it.",
@@ -183,9 +202,9 @@ def test_what_is_held_out_stays_out(tmp_path):
     train_ids = [f"t{i}" for i in range(100) if not script.is_held_out(f"t{i}")][:3]
     rows = [(heldout_id, "held out?"), (train_ids[0], "held out?"), (train_ids[1], prompt), (train_ids[2], "free?")]
     path = tmp_path / "c.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "messages": [
-        {"role": "user", "content": text}, {"role": "assistant", "content": "a", "token_ids": [5]}]}) + "\n"
-        for i, text in rows))
+    answer = {"role": "assistant", "content": "a", "token_ids": [5], "finish_reason": "stop"}
+    path.write_text("".join(json.dumps({"id": i, "messages": [{"role": "user", "content": text}, answer]}) + "\n"
+                            for i, text in rows))
     train, heldout, left_out = script.read_text(path, 1000)
     assert ([c.id for c in train], [c.id for c in heldout], left_out) == ([train_ids[2]], [heldout_id], 2)
     assert "token_ids" not in train[0].messages[1], "SmolLM2's ids mean nothing here"
