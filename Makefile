@@ -1,7 +1,7 @@
 # make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (about 15 minutes)
 # make test        the suite of every change
 # make test-full   the slow proofs only
-# make test-serving  the exported demo drafter in vLLM's CPU build (needs SERVING_PYTHON, see README.md)
+# make test-serving  a run's exported drafter in a real vLLM server (needs SERVING_PYTHON, see README.md)
 # make clean       removes the environment; runs, models and states stay
 
 PYTHON ?= python3.11
@@ -32,7 +32,7 @@ test-full: $(STAMP)
 
 test-serving: $(STAMP)
 	@test -x "$(SERVING_PYTHON)" || { echo "set SERVING_PYTHON to the Python of an environment with vLLM"; exit 2; }
-	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON)
+	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON) $(NUM_PROMPTS)
 
 clean:
 	rm -rf .venv

@@ -38,17 +38,17 @@ class StandIn:
     """A context manager; `url` is its address.
 
     num_slots: drafts a step. misbehave: called with the path and how many requests of that path came before; what it
-    returns is sent, None = behave. before_metrics: called with the stand-in before each reading, to change counters.
-    text_only: no token ids in answers; own_counts: a histogram in each answer, as --per-request-spec-decode-metrics;
-    metrics: texts to replay at /metrics instead of own ones, bodies: of answers, both in the order of requests.
+    returns is sent, None = behave. text_only: no token ids in answers; own_counts: a histogram in each answer, as
+    --per-request-spec-decode-metrics gives; metrics: texts to replay at /metrics instead of own ones, bodies: of
+    answers, both in the order of requests.
     """
 
     def __init__(self, answers: dict[tuple[int, ...], Scripted] | None = None, *, num_slots: int = 3,
                  misbehave: Callable[[str, int], Reply | None] = lambda path, number: None,
-                 before_metrics: Callable[["StandIn"], None] = lambda stand_in: None, text_only: bool = False,
-                 own_counts: bool = False, metrics: Sequence[str] = (), bodies: Sequence[str] = ()):
+                 text_only: bool = False, own_counts: bool = False, metrics: Sequence[str] = (),
+                 bodies: Sequence[str] = ()):
         self.answers, self.num_slots, self.misbehave = answers or {}, num_slots, misbehave
-        self.before_metrics, self.text_only, self.own_counts = before_metrics, text_only, own_counts
+        self.text_only, self.own_counts = text_only, own_counts
         self.metrics, self.bodies = list(metrics), list(bodies)
         self.asked: list[dict] = []
         self.num_requests: dict[str, int] = {}
@@ -103,7 +103,6 @@ class StandIn:
         if path == "/v1/completions":
             return Reply(body=self.completion(json.loads(raw)).encode())
         if path == "/metrics":
-            self.before_metrics(self)
             return Reply(body=(self.metrics.pop(0) if self.metrics else self.metrics_text()).encode())
         return Reply(404, b"nothing here")
 
