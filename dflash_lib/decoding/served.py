@@ -59,7 +59,8 @@ def inconsistency(counts: DraftCounts, num_tokens: int) -> str:
     """Why these counts cannot be of an answer of `num_tokens` tokens alone; "" when they can.
 
     The first token comes from the prompt's forward, every verify step adds its accepted drafts and one more token, and
-    only the last step's may lie behind the answer's end; one of them at least does not.
+    only the last step's may lie behind the answer's end; one of them at least does not. Another client's steps are seen
+    when they add more tokens than that.
     """
     tokens, steps = num_tokens - 1, counts.num_steps
     if not counts.accepted:

@@ -3,7 +3,8 @@
 The three draft for the same prompts. Where texts are equal so are the verify steps, up to rounding, so differences are
 taken prompt by prompt: a gap is the server's figure minus ours with its paired bootstrap interval over prompts. It
 counts when the interval leaves out zero and the gap is above `TOLERANCE`. The slots share one error rate of 5 %
-(Bonferroni). A server's own sampling noise by slot stands beside it (Wilson's binomial interval).
+(Bonferroni), and fewer than `MIN_PROMPTS` prompts decide nothing. A server's own sampling noise by slot stands beside
+it (Wilson's binomial interval).
 """
 
 import math
@@ -35,6 +36,7 @@ from dflash_lib.target.loading import Target
 TOLERANCE = 0.01  # of the acceptance length, and of the steps that accept a slot
 ROUNDING = 0.5  # logits: a few units in the last place of bfloat16 between 16 and 32
 BLIND = 0.1  # of the acceptance length: what is measured with more noise than that decides nothing
+MIN_PROMPTS = 8  # with fewer, chance alone puts all differences on one side, and a bootstrap interval is too short
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,10 @@ def compare(references: Sequence[Reference], served: Served, block_size: int, te
     if num_slots and None not in drafted and sum(drafted) < steps * num_slots:
         warnings.append(f"short-blocks: {sum(drafted)} drafts in {steps} steps of {num_slots}: some drafted fewer")
     visible = None if length.gap is None else (length.gap.high - length.gap.low) / 2
-    rows = [length, *slots]
-    if any(row.beyond for row in rows) or texts.num_apart or (num_slots or block_size - 1) != block_size - 1:
+    rows, enough = [length, *slots], len(by_prompt) >= MIN_PROMPTS
+    if texts.num_apart or (num_slots or block_size - 1) != block_size - 1 or enough and any(r.beyond for r in rows):
         verdict = "gap"
-    elif visible is None or visible > BLIND * length.ours.value:
+    elif not enough or visible is None or visible > BLIND * length.ours.value:
         verdict = "inconclusive"
     else:
         verdict = "agree"

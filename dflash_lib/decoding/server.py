@@ -14,11 +14,11 @@ server's own counters in /metrics:
 import http.client
 import json
 import re
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 
 RETRIED = (429, 502, 503, 504)  # the server is busy, or still loading
@@ -202,7 +202,7 @@ class Server:
                 refused = _Status(self.url + path, error)
                 if error.code not in RETRIED or attempt == self.options.max_retries:
                     raise refused from error
-                time.sleep(self._pause(error.headers.get("Retry-After"), attempt))
+                sleep(self._pause(error.headers.get("Retry-After"), attempt))
             except (TimeoutError, urllib.error.URLError, http.client.HTTPException, ConnectionError) as error:
                 raise self._broken(path, error) from error
         raise AssertionError("unreachable")

@@ -94,5 +94,5 @@ def verdict_text(comparison: Comparison) -> str:
         return "Serving does not agree. Likely causes, the likeliest first:"
     if comparison.visible_gap is None:
         return "Inconclusive: the server gave nothing from which acceptance could be read."
-    return (f"Inconclusive: only a gap above {comparison.visible_gap:.3f} tokens a step would have shown; ask more "
-            "prompts.")
+    return (f"Inconclusive: {comparison.num_counted or comparison.num_prompts} prompts, and a gap of "
+            f"{comparison.visible_gap:.3f} tokens a step would pass for noise; ask more prompts.")

@@ -8,9 +8,9 @@ import pytest
 
 from dflash_lib.decoding.served import ask, in_answer, inconsistency
 from dflash_lib.decoding.server import DraftCounts, Server, ServerError, ServerOptions
-from tests.conftest import DATA
 from tests.serving.stand_in import Reply, Scripted, StandIn
 
+RECORDED = Path(__file__).parents[1] / "data" / "vllm_metrics" / "recorded.jsonl"
 FAST = ServerOptions(timeout_s=5.0, max_retries=2, max_wait_s=0.01, settle_s=0.15)
 # 1 token of the prompt's forward, then steps of accepted + 1; "b": two of its last step's tokens lie behind its end
 ANSWERS = {(1, 2): Scripted([5, 6, 7, 8, 9, 10], [2, 0, 0]), (3,): Scripted([5, 6, 7, 2], [0, 3], "stop"),
@@ -39,7 +39,7 @@ def test_each_answer_has_its_own_counts(tmp_path):
 
 def test_recorded_from_vllm_0_32(tmp_path):
     """Readings of /metrics and answers as vLLM gave them; the truth is what it said of each answer's single steps."""
-    recorded = [json.loads(line) for line in (DATA / "vllm_metrics" / "recorded.jsonl").read_text().splitlines()]
+    recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()]
     metrics = [row["text"] for row in recorded if row["path"] == "/metrics"]
     bodies = [json.loads(row["text"]) for row in recorded if row["path"] == "/v1/completions"]
     steps = [body.pop("metrics")["speculative_decoding"]["per_step_accepted"] for body in bodies]
@@ -101,7 +101,7 @@ def test_counters_that_lag_are_waited_for(tmp_path):
             return super().metrics_text()
 
     with Lagging(ANSWERS) as stand_in:
-        served = ask(Server(stand_in.url, FAST), PROMPTS, 6, tmp_path / "out.jsonl")
+        served = ask(Server(stand_in.url, ServerOptions(settle_s=60.0)), PROMPTS, 6, tmp_path / "out.jsonl")
     assert [answer.counts for answer in served.answers] == COUNTS and served.warnings == []
 
 
@@ -207,7 +207,7 @@ def test_counts_of_several_clients_do_not_fit_one_answer():
         both = raw + other
         counts = DraftCounts(len(both), tuple(sum(n >= slot for n in both) for slot in range(1, 5)))
         num_seen += inconsistency(counts, num_tokens) != ""
-    assert num_seen > 270  # the rest adds so few tokens that it could be a last step's
+    assert 240 < num_seen < 300  # the rest adds so few tokens that it could be a last step's
     assert "later slot" in inconsistency(DraftCounts(3, (1, 2)), 4)
     assert inconsistency(DraftCounts(1, (0, 0)), 4) and inconsistency(DraftCounts(2), 2) and inconsistency(
         DraftCounts(0), 2)

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from dflash_lib.decoding import server as server_module
 from dflash_lib.decoding.server import (
     CutConnection,
     DraftCounts,
@@ -93,7 +94,7 @@ def test_no_metrics_at_all_says_how_to_get_them():
 
 def test_a_busy_server_is_asked_again_as_often_as_allowed(monkeypatch):
     pauses: list[float] = []
-    monkeypatch.setattr("dflash_lib.decoding.server.time.sleep", pauses.append)
+    monkeypatch.setattr(server_module, "sleep", pauses.append)
     options = ServerOptions(timeout_s=5.0, max_retries=3, max_wait_s=9.0)
     busy = Reply(429, b"slow down", {"Retry-After": "7"})
     with StandIn(ANSWER, misbehave=on("/v1/completions", busy, 2)) as stand_in:
