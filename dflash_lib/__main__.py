@@ -198,6 +198,8 @@ def _served(options: argparse.Namespace) -> int:
     results, parameters = record["results"], record["parameters"]
     references = [Reference.from_record(one, results["block_size"])
                   for one in results["decoded"][:options.num_prompts]]
+    if not references:
+        raise ValueError(f"{options.run}: no prompts to ask (--num-prompts {options.num_prompts})")
     target = walked = None
     if not options.no_target:
         model = input_path("model", parameters["model"])

@@ -210,7 +210,7 @@ def compare(references: Sequence[Reference], served: Served, block_size: int, te
     drafted = [a.counts.num_drafted for a in answers]
     if num_slots and None not in drafted and sum(drafted) < steps * num_slots:
         warnings.append(f"short-blocks: {sum(drafted)} drafts in {steps} steps of {num_slots}: some drafted fewer")
-    visible = None if length.gap is None else (length.gap.high - length.gap.low) / 2
+    visible = None if length.gap is None else max(TOLERANCE * length.ours.value, (length.gap.high - length.gap.low) / 2)
     rows, enough = [length, *slots], len(by_prompt) >= MIN_PROMPTS
     if texts.num_apart or (num_slots or block_size - 1) != block_size - 1 or enough and any(r.beyond for r in rows):
         verdict = "gap"

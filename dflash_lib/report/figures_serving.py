@@ -3,9 +3,10 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from dflash_lib.decoding.served_comparison import Comparison, Row
+from dflash_lib.decoding.served_comparison import TOLERANCE, Comparison, Row
 from dflash_lib.report.style import COLOURS, label, new_figure, styled
 
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 SHIFT = 0.16  # of a slot's width, between marks that stand side by side
 
 
@@ -13,8 +14,9 @@ SHIFT = 0.16  # of a slot's width, between marks that stand side by side
 def served_figure(comparison: Comparison) -> Figure:
     """Left: share of verify steps that accept each slot, three ways; right: the server's gap with its paired interval.
 
-    Bars left: of Transformers over prompts (bootstrap), of the server over its steps (binomial), both 95 %. Right, red:
-    beyond noise and tolerance. Without figures by slot only Transformers' are drawn, and the titles say so.
+    Bars left: of Transformers over prompts (bootstrap), of the server over its steps (binomial), both 95 %. Right: the
+    band is what counts as equal; red gaps are beyond noise and band. Without figures by slot only Transformers' are
+    drawn, and the title says so.
     """
     figure, (left, right) = new_figure(1, 2, height=3.6)
     slots = comparison.slots
@@ -25,7 +27,7 @@ def served_figure(comparison: Comparison) -> Figure:
     _marks(left, x - SHIFT, [row.ours for row in slots], COLOURS["black"], "o", "Transformers")
     served = [row for row in slots if row.served is not None]
     _marks(left, np.array([row.slot for row in served]) + SHIFT, [row.served for row in served], COLOURS["blue"], "D",
-           comparison.engine or "server")
+           ENGINES.get(comparison.engine, "server"))
     label(left, x="slot (draft token behind the anchor)", y="verify steps that accept it (%)",
           title="Accepted, of all verify steps" if served else "The server gives no figures by slot", legend=True)
     left.set_ylim(bottom=min(0.0, left.get_ylim()[0]))
@@ -35,9 +37,9 @@ def served_figure(comparison: Comparison) -> Figure:
             right.plot([row.slot, row.slot], [100 * row.gap.low, 100 * row.gap.high], color=colour, linewidth=2.4)
             right.plot(row.slot, 100 * row.gap.value, color=colour, marker="D", linestyle="none")
     right.axhline(0, color=COLOURS["black"], linewidth=0.8)
-    if not any(row.gap for row in slots):
-        right.set_yticks([])
-    right.set_ylim(*(limit if abs(limit) > 1 else sign for limit, sign in zip(right.get_ylim(), (-1, 1), strict=True)))
+    right.axhspan(-100 * TOLERANCE, 100 * TOLERANCE, color=COLOURS["sky"], alpha=0.25, linewidth=0)
+    low, high = right.get_ylim()
+    right.set_ylim(min(low, -200 * TOLERANCE), max(high, 200 * TOLERANCE))
     label(right, x="slot (draft token behind the anchor)", y="served minus Transformers (points)",
           title=_length_text(comparison.length))
     for axis in (left, right):
@@ -57,15 +59,15 @@ def _marks(axis, x, intervals, colour: str, marker: str, name: str) -> None:
 
 def _length_text(length: Row) -> str:
     if length.served is None or length.gap is None:
-        return "No acceptance length from the server"
-    return f"Acceptance length {length.served.value:.3f} served, {length.ours.value:.3f} ours"
+        return "No length from the server"
+    return f"Length {length.served.value:.3f} served, {length.ours.value:.3f} ours"
 
 
 def served_table(comparison: Comparison) -> str:
     """The comparison as text: texts, figures by slot, the verdict, its likely causes, warnings."""
-    texts, lines = comparison.texts, []
-    lines.append(f"{comparison.engine or 'unknown engine'}, model {comparison.model}: {comparison.num_prompts} "
-                 f"prompts, {comparison.num_counted} with counts, {comparison.num_steps} verify steps")
+    texts, engine = comparison.texts, ENGINES.get(comparison.engine, "unknown engine")
+    lines = [f"{engine}, model {comparison.model}: {comparison.num_prompts} prompts, {comparison.num_counted} with counts, "
+             f"{comparison.num_steps} verify steps"]
     lines.append(f"texts: {texts.num_identical} of {texts.num_prompts} equal to Transformers' greedy ones; of the "
                  f"others {texts.num_near_ties} part at a near-tie, {texts.num_rounding} within 16-bit rounding, "
                  f"{texts.num_apart} apart, {texts.num_unjudged} not judged")

@@ -52,7 +52,8 @@ def test_the_same_steps_agree_and_every_figure_is_the_plain_sum():
     assert result.verdict == "agree" and result.causes == [] and result.warnings == []
     assert result.length.ours.value == result.length.served.value == pytest.approx(1 + sum(steps) / len(steps))
     assert result.raw_length == pytest.approx(result.length.served.value)
-    assert (result.length.gap.low, result.length.gap.high) == (0, 0) and result.visible_gap == 0
+    assert (result.length.gap.low, result.length.gap.high) == (0, 0)
+    assert result.visible_gap == pytest.approx(0.01 * result.length.ours.value)
     walk_steps = [step for one in walked for step in one]
     assert result.length.walked == acceptance_length(walk_steps)
     for row in result.slots:
@@ -160,7 +161,7 @@ def test_steps_without_slots_an_average_and_nothing():
         result = compare(references(accepted), Served("t", "sglang", nothing, average, []), BLOCK_SIZE, ALL_EQUAL)
         assert result.verdict == verdict
         served_figure(result).canvas.draw()  # nothing to draw is no error
-        assert "sglang, model t: 24 prompts, 0 with counts" in served_table(result)
+        assert "SGLang, model t: 24 prompts, 0 with counts" in served_table(result)
 
 
 def test_texts_are_judged_by_the_targets_own_logits(tiny_talker, monkeypatch):
