@@ -66,8 +66,8 @@ def _length_text(length: Row) -> str:
 def served_table(comparison: Comparison) -> str:
     """The comparison as text: texts, figures by slot, the verdict, its likely causes, warnings."""
     texts, engine = comparison.texts, ENGINES.get(comparison.engine, "unknown engine")
-    lines = [f"{engine}, model {comparison.model}: {comparison.num_prompts} prompts, {comparison.num_counted} with counts, "
-             f"{comparison.num_steps} verify steps"]
+    lines = [f"{engine}, model {comparison.model}: {comparison.num_prompts} prompts, {comparison.num_counted} with "
+             f"counts, {comparison.num_steps} verify steps"]
     lines.append(f"texts: {texts.num_identical} of {texts.num_prompts} equal to Transformers' greedy ones; of the "
                  f"others {texts.num_near_ties} part at a near-tie, {texts.num_rounding} within 16-bit rounding, "
                  f"{texts.num_apart} apart, {texts.num_unjudged} not judged")
