@@ -8,7 +8,7 @@ CAUSES = {
     "target": "target: the server's target is not the one that was trained for: another model or revision",
     "dtype": "dtype and quantisation: compare the server's dtype, weights and KV cache (FP8) with this run's dtype",
     "layer ids": "layer ids: target_layer_ids of the export count layer OUTPUTS from 0; engines that count inputs need "
-                 "ids one higher, and one layer off costs most of slot 1",
+                 "ids one higher; one layer off may cost so little that only other steps for the same text show it",
     "states": "hidden states: zeros or another request's (vLLM 0.24 gave zeros on hybrids); look for a newer engine",
     "template": "template: prompts went as token ids, so no template stood between; but the drafter's training text "
                 "and these prompts must have been rendered by one template",
@@ -33,7 +33,8 @@ def likely_causes(*, ours: Sequence[float], served: Sequence[float], is_higher: 
     """Sentences, the likeliest cause first.
 
     ours, served: share of verify steps that accept slot 1, 2, ...; served is empty where the server does not say.
-    is_off: acceptance differs beyond noise, and is_higher: the server's is the higher one. num_apart: texts that leave
+    is_off: acceptance differs beyond noise, or drafts are not ours, and is_higher: the server's acceptance length is
+    higher beyond noise. num_apart: texts that leave
     ours where rounding is no reason, and positions where they do. num_slots: drafts a step of the server.
     """
     names: list[str] = []
@@ -51,11 +52,14 @@ def likely_causes(*, ours: Sequence[float], served: Sequence[float], is_higher: 
 
 
 def _by_pattern(ours: Sequence[float], served: Sequence[float]) -> Sequence[str]:
-    """Names of causes for too low an acceptance.
+    """Names of causes for other drafts than ours, or too few accepted.
 
-    Slot 1 is drafted by the anchor and the states alone, so when it is low the states or the tokens are wrong. When it
-    holds and slots behind it are low, given the slots before, the fault is in how a block's tokens see each other.
+    When slot 1 is low, the states or the tokens are wrong. When it holds and a slot behind it is low, given the slots
+    before, the fault is more likely in how a block's tokens see each other.
     """
     if not served or served[0] < CLEARLY * ours[0]:
         return STATES_FIRST
-    return BLOCK_FIRST
+    for before, slot in zip(range(len(served)), range(1, len(served)), strict=False):
+        if served[slot] * ours[before] < CLEARLY * ours[slot] * served[before]:
+            return BLOCK_FIRST
+    return STATES_FIRST

@@ -36,6 +36,7 @@ from dflash_lib.target.loading import Target
 TOLERANCE = 0.01  # of the acceptance length, and of the steps that accept a slot
 ROUNDING = 0.5  # logits: a few units in the last place of bfloat16 between 16 and 32
 BLIND = 0.1  # of the acceptance length: what is measured with more noise than that decides nothing
+OTHER_DRAFTS = 0.5  # of the prompts must have taken the same steps, else it is said
 MIN_PROMPTS = 8  # with fewer, chance alone puts all differences on one side, and a bootstrap interval is too short
 
 
@@ -99,8 +100,10 @@ class Comparison:
 
     raw_length: 1 + accepted over steps as the server counts, drafts behind an answer's end included. num_counted:
     prompts whose steps are known on both sides; num_steps: the server's verify steps for these; num_slots: drafts a
-    step of the server. verdict: "agree", "gap" or "inconclusive"; causes: of a gap, the likeliest first; visible_gap:
-    the smallest difference in length that these prompts would have shown.
+    step of the server. num_same_steps: prompts whose steps are ours, counted slot by slot, None where the server does
+    not say: with equal texts that is the sharpest test. verdict: "agree", "gap" or "inconclusive"; causes: of a gap, or
+    of drafts that are not ours, the likeliest first; visible_gap: the smallest difference in length that these prompts
+    would have shown.
     """
 
     engine: str
@@ -115,6 +118,7 @@ class Comparison:
     slots: list[Row]
     texts: TextAgreement
     visible_gap: float | None
+    num_same_steps: int | None
     verdict: str
     causes: list[str]
     warnings: list[str]
@@ -211,6 +215,12 @@ def compare(references: Sequence[Reference], served: Served, block_size: int, te
     if num_slots and None not in drafted and sum(drafted) < steps * num_slots:
         warnings.append(f"short-blocks: {sum(drafted)} drafts in {steps} steps of {num_slots}: some drafted fewer")
     visible = None if length.gap is None else max(TOLERANCE * length.ours.value, (length.gap.high - length.gap.low) / 2)
+    same = sum(_same_steps(*pair) for pair in zip(by_prompt, answers, strict=True)) if num_slots else None
+    are_others = same is not None and texts.num_identical == texts.num_prompts and same < OTHER_DRAFTS * len(answers)
+    if are_others:
+        warnings.append(f"other-drafts: texts are equal, yet only {same} of {len(answers)} prompts took the same "
+                        "verify steps. Rounding moves single steps of long answers; more than that means that the "
+                        "server's drafts are not ours, even where acceptance looks right: see the causes")
     rows, enough = [length, *slots], len(by_prompt) >= MIN_PROMPTS
     if texts.num_apart or (num_slots or block_size - 1) != block_size - 1 or enough and any(r.beyond for r in rows):
         verdict = "gap"
@@ -222,16 +232,24 @@ def compare(references: Sequence[Reference], served: Served, block_size: int, te
         engine=served.engine, model=served.model, block_size=block_size, num_prompts=len(references),
         num_counted=len(counted), num_steps=steps, num_slots=num_slots, length=length,
         raw_length=1 + accepted / steps if num_slots and steps else None, slots=slots, texts=texts, visible_gap=visible,
-        verdict=verdict, causes=_causes(rows, texts, num_slots, block_size) if verdict == "gap" else [],
-        warnings=warnings)
+        num_same_steps=same, verdict=verdict, warnings=warnings,
+        causes=_causes(rows, texts, num_slots, block_size, are_others) if verdict == "gap" or are_others else [])
 
 
-def _causes(rows: Sequence[Row], texts: TextAgreement, num_slots: int | None, block_size: int) -> list[str]:
-    off = [row for row in rows if row.beyond]
-    slots = [row for row in rows if row.slot]
+def _same_steps(steps: Sequence[Step], answer: ServedAnswer) -> bool:
+    """Whether the server took as many steps for a prompt, and accepted as many drafts of each slot."""
+    low, high = in_answer(answer.counts, answer.num_tokens)
+    return len(steps) == answer.counts.num_steps and all(
+        fewest <= sum(step.accepted >= slot for step in steps) <= most
+        for slot, (fewest, most) in enumerate(zip(low, high, strict=True), 1))
+
+
+def _causes(rows: Sequence[Row], texts: TextAgreement, num_slots: int | None, block_size: int,
+            are_others: bool) -> list[str]:
+    length, *slots = rows
     return likely_causes(
         ours=[row.ours.value for row in slots], served=[row.served.value for row in slots if row.served is not None],
-        is_off=bool(off), is_higher=bool(off) and off[0].gap is not None and off[0].gap.value > 0,
+        is_off=are_others or any(row.beyond for row in rows), is_higher=length.beyond and length.gap.value > 0,
         num_apart=texts.num_apart, positions=texts.positions, num_slots=num_slots, block_size=block_size)
 
 

@@ -79,6 +79,8 @@ def served_table(comparison: Comparison) -> str:
                  for one, sign in ((row.ours, ""), (row.served, ""), (row.gap, "+"))]
         lines.append(f"{name:<8} {walk:>7} {cells[0]:>24} {cells[1]:>24} {cells[2]:>26}"
                      f"{'  beyond noise' if row.beyond else ''}")
+    if comparison.num_same_steps is not None:
+        lines.append(f"the same verify steps for {comparison.num_same_steps} of {comparison.num_counted} prompts")
     if comparison.raw_length is not None:
         lines.append(f"1 + accepted over steps as the server counts, drafts behind an answer's end included: "
                      f"{comparison.raw_length:.3f}")
@@ -91,7 +93,8 @@ def served_table(comparison: Comparison) -> str:
 def verdict_text(comparison: Comparison) -> str:
     """The verdict in a sentence."""
     if comparison.verdict == "agree":
-        return f"Serving agrees: a gap above {comparison.visible_gap:.3f} tokens a step would have shown."
+        return (f"Serving agrees: a gap above {comparison.visible_gap:.3f} tokens a step would have shown."
+                + (" But its drafts are not ours; likely causes:" if comparison.causes else ""))
     if comparison.verdict == "gap":
         return "Serving does not agree. Likely causes, the likeliest first:"
     if comparison.visible_gap is None:

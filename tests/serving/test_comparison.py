@@ -52,7 +52,7 @@ def test_the_same_steps_agree_and_every_figure_is_the_plain_sum():
     assert result.verdict == "agree" and result.causes == [] and result.warnings == []
     assert result.length.ours.value == result.length.served.value == pytest.approx(1 + sum(steps) / len(steps))
     assert result.raw_length == pytest.approx(result.length.served.value)
-    assert (result.length.gap.low, result.length.gap.high) == (0, 0)
+    assert (result.length.gap.low, result.length.gap.high) == (0, 0) and result.num_same_steps == 24
     assert result.visible_gap == pytest.approx(0.01 * result.length.ours.value)
     walk_steps = [step for one in walked for step in one]
     assert result.length.walked == acceptance_length(walk_steps)
@@ -73,7 +73,9 @@ def test_wilson_is_the_binomial_interval():
 
 
 def test_noise_of_other_texts_is_no_gap_and_few_prompts_decide_nothing():
-    result = compare(references(make(seed=1)), served(make(seed=2)), BLOCK_SIZE, ALL_EQUAL)
+    parted = TextAgreement(24, 0, num_near_ties=24)
+    result = compare(references(make(seed=1)), served(make(seed=2)), BLOCK_SIZE, parted)
+    assert result.warnings == [] and result.causes == []  # other texts have other steps
     assert result.verdict == "agree" and result.length.gap.low < 0 < result.length.gap.high
     assert 0.02 < result.visible_gap < 0.1 * result.length.ours.value
     few = [compare(references(make(7, seed=seed)), served(make(7, seed=99 - seed)), BLOCK_SIZE, ALL_EQUAL)
@@ -95,6 +97,18 @@ def test_a_gap_and_its_likely_causes(shares, first, last):
     assert result.causes[0].startswith(first) and result.causes[-1].startswith(last)
     assert result.slots[0].beyond == (shares[0] != 0.6)
     assert "Serving does not agree" in served_table(result) and f"  1. {first}" in served_table(result)
+
+
+def test_other_steps_for_equal_texts_are_said_where_acceptance_shows_nothing():
+    """As in vLLM with the demo's export shifted by one layer: slot 1 0.278 for 0.292, and 2 of 8 prompts the same."""
+    mine = make(seed=1)
+    for num_same, is_said in ((12, False), (11, True)):
+        result = compare(references(mine), served([*mine[:num_same], *make(seed=2)[num_same:]]), BLOCK_SIZE, ALL_EQUAL)
+        assert result.num_same_steps == num_same and result.verdict == "agree"
+        assert [w.split(":")[0] for w in result.warnings] == ["other-drafts"] * is_said
+        assert [cause.split(":")[0] for cause in result.causes[:1]] == ["layer ids"] * is_said
+        assert f"the same verify steps for {num_same} of 24 prompts" in served_table(result)
+        assert ("drafts are not ours; likely causes" in served_table(result)) == is_said
 
 
 def test_all_causes_of_the_issue_are_named():
