@@ -2,7 +2,7 @@
 # make demo-hybrid the tiny hybrid of data/tiny_hybrid, a small Qwen3.5: every notebook (about 8 minutes)
 # make test        the suite of every change
 # make test-full   the slow proofs only
-# make test-serving  the exported demo drafter in vLLM's CPU build (needs SERVING_PYTHON, see README.md)
+# make test-serving  a run's exported drafter in a real vLLM server (needs SERVING_PYTHON, see README.md)
 # make clean       removes the environment; runs, models and states stay
 
 PYTHON ?= python3.11
@@ -36,7 +36,7 @@ test-full: $(STAMP)
 
 test-serving: $(STAMP)
 	@test -x "$(SERVING_PYTHON)" || { echo "set SERVING_PYTHON to the Python of an environment with vLLM"; exit 2; }
-	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON)
+	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON) $(NUM_PROMPTS)
 
 clean:
 	rm -rf .venv
