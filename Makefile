@@ -1,7 +1,8 @@
 # make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (about 15 minutes)
+# make demo-hybrid the tiny hybrid of data/tiny_hybrid, a small Qwen3.5: every notebook (about 8 minutes)
 # make test        the suite of every change
 # make test-full   the slow proofs only
-# make test-serving  the exported demo drafter in vLLM's CPU build (needs SERVING_PYTHON, see README.md)
+# make test-serving  a run's exported drafter in a real vLLM server (needs SERVING_PYTHON, see README.md)
 # make clean       removes the environment; runs, models and states stay
 
 PYTHON ?= python3.11
@@ -10,7 +11,7 @@ STAMP := .venv/.installed
 PARAMS ?= notebooks/params/demo.yaml
 RUN ?= runs/demo
 
-.PHONY: venv demo test test-full test-serving clean
+.PHONY: venv demo demo-hybrid test test-full test-serving clean
 
 venv: $(STAMP)
 
@@ -24,6 +25,9 @@ demo: $(STAMP)
 	$(BIN)/python -m dflash_lib fetch-demo-model
 	$(BIN)/python -m dflash_lib run $(PARAMS)
 
+demo-hybrid: $(STAMP)
+	$(BIN)/python -m dflash_lib run notebooks/params/demo_hybrid.yaml
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
@@ -32,7 +36,7 @@ test-full: $(STAMP)
 
 test-serving: $(STAMP)
 	@test -x "$(SERVING_PYTHON)" || { echo "set SERVING_PYTHON to the Python of an environment with vLLM"; exit 2; }
-	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON)
+	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON) $(NUM_PROMPTS)
 
 clean:
 	rm -rf .venv

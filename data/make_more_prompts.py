@@ -140,9 +140,9 @@ divisors of a number, calculates a discount, stores phone numbers in a dictionar
 CONCEPTS = split("""a list comprehension, a for loop, recursion, a dictionary, an if statement, a function with
 default arguments, string formatting, a class with a constructor, inheritance, a lambda, a set, slicing, an import, a
 generator, a tuple, a unit test, a decorator, a list of lists, boolean operators, the range function""")
-TABLES = split("the orders of one month, all books by one author, the ten oldest employees, the average price of each "
-               "product, students without a grade, the number of visitors by day, products that are sold out, the names of "
-               "all pupils in one class")
+TABLES = split("""the orders of one month, all books by one author, the ten oldest employees, the average price of
+each product, students without a grade, the number of visitors by day, products that are sold out, the names of all
+pupils in one class""")
 
 TEMPLATES = {
     "facts": [

@@ -7,7 +7,8 @@ Every part is a file of `python -m dflash_lib regenerate`, with its sidecar; OUT
 behind `--then` are mixed among themselves and follow, so that a file can grow while its first rows stay what they were.
 The shipped file: the answers to demo_prompts.jsonl (`--max-new-tokens 144 --batch-size 64`) and those to two files of
 `python -m dflash_lib prompts --num 2000`, with `--seed 0` and `1` (`--max-new-tokens 64 --batch-size 128`); then those
-to two more, with `--seed 2` and `3` (`--max-new-tokens 128 --batch-size 128`).
+to two more, with `--seed 2` and `3` (`--max-new-tokens 128 --batch-size 128`); then those to the prompts of
+make_more_prompts.py (the same).
 """
 
 import json

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from dflash_lib.workbench.pipeline import PipelineOptions, PipelineResult, run_pipeline
-from dflash_lib.workbench.runs import REPOSITORY, load_record
+from dflash_lib.workbench.runs import REPOSITORY, input_path, load_record, to_json
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="build the report of a run again")
     report.add_argument("run", type=Path, help="run folder, such as runs/demo")
     report.set_defaults(function=_report)
+
+    served = commands.add_parser("served", help="compare a running vLLM or SGLang server with 07_evaluate")
+    served.add_argument("run", type=Path, help="run folder, such as runs/demo")
+    served.add_argument("--server", required=True, metavar="URL", help="base URL, such as http://localhost:8000")
+    served.add_argument("--num-prompts", type=int, help="the first so many (default: all of 07_evaluate)")
+    served.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds without a byte of an answer "
+                        "(default: %(default)s)")
+    served.add_argument("--no-target", action="store_true", help="do not load the target here: texts that part are not "
+                        "judged, the training's walk is left out")
+    served.set_defaults(function=_served)
 
     regenerate = commands.add_parser("regenerate", help="let a target answer the user turns of conversations itself")
     regenerate.add_argument("source", type=Path, help="conversations or prompts, in any form of 04_extract")
@@ -191,6 +201,38 @@ def _report(options: argparse.Namespace) -> int:
 
     print(build_report(options.run))
     return 0
+
+
+def _served(options: argparse.Namespace) -> int:
+    import os
+
+    from dflash_lib.decoding.served_comparison import Reference, evaluate_served, walk_references
+    from dflash_lib.decoding.server import ServerOptions
+    from dflash_lib.files import write_json
+    from dflash_lib.report.figures_serving import served_figure, served_table
+    from dflash_lib.target.loading import load_target
+
+    record = load_record(options.run, "07_evaluate")
+    if record is None:
+        raise ValueError(f"{options.run}: no results of 07_evaluate; run it first")
+    results, parameters = record["results"], record["parameters"]
+    references = [Reference.from_record(one, results["block_size"])
+                  for one in results["decoded"][:options.num_prompts]]
+    if not references:
+        raise ValueError(f"{options.run}: no prompts to ask (--num-prompts {options.num_prompts})")
+    target = walked = None
+    if not options.no_target:
+        model = input_path("model", parameters["model"])
+        target = load_target(model, parameters["dtype"], parameters["device"], audit="quick")
+        walked = walk_references(target, options.run / "drafter" / "best", references)
+    comparison = evaluate_served(
+        options.server, references, parameters["eval_max_new_tokens"], results["block_size"],
+        options.run / "served" / "answers.jsonl", target=target, walked=walked,
+        options=ServerOptions(timeout_s=options.timeout, api_key=os.environ.get("DFLASH_SERVER_KEY")))
+    write_json(options.run / "served" / "comparison.json", to_json(comparison.to_dict()))
+    served_figure(comparison).savefig(options.run / "served" / "served.png")
+    print(served_table(comparison))
+    return 0 if comparison.verdict == "agree" else 1
 
 
 def _regenerate(options: argparse.Namespace) -> int:

@@ -71,6 +71,17 @@ def ratio_interval(values: np.ndarray, level: float = 0.95, num_resamples: int =
     return _interval(_ratio(values.sum(axis=0)), _ratio(_resampled(values, num_resamples, seed)), level)
 
 
+def ratio_difference(values: np.ndarray, baseline: np.ndarray, level: float = 0.95, num_resamples: int = NUM_RESAMPLES,
+                     seed: int = 0) -> Interval:
+    """The ratio of sums of `values` minus that of `baseline`, with the paired bootstrap interval: the same rows are
+    drawn of both. [prompts, 2] each; raises ValueError when their numbers of rows differ."""
+    if len(values) != len(baseline):
+        raise ValueError(f"paired comparison of {len(values)} prompts with {len(baseline)}")
+    both = np.hstack([values, baseline])
+    sums, total = _resampled(both, num_resamples, seed), both.sum(axis=0)
+    return _interval(_ratio(total[:2]) - _ratio(total[2:]), _ratio(sums[:, :2]) - _ratio(sums[:, 2:]), level)
+
+
 def acceptance_interval(steps_by_prompt: Sequence[Sequence[Step]], level: float = 0.95,
                         num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Interval:
     """Acceptance length over all steps, with the percentile bootstrap interval of whole prompts drawn anew.
@@ -86,12 +97,7 @@ def acceptance_difference(steps_by_prompt: Sequence[Sequence[Step]], baseline: S
 
     Raises ValueError when the two have not the same number of prompts.
     """
-    if len(steps_by_prompt) != len(baseline):
-        raise ValueError(f"paired comparison of {len(steps_by_prompt)} prompts with {len(baseline)}")
-    counts = np.hstack([_counts(steps_by_prompt), _counts(baseline)])
-    sums = _resampled(counts, num_resamples, seed)
-    total = counts.sum(axis=0)
-    return _interval(_ratio(total[:2]) - _ratio(total[2:]), _ratio(sums[:, :2]) - _ratio(sums[:, 2:]), level)
+    return ratio_difference(_counts(steps_by_prompt), _counts(baseline), level, num_resamples, seed)
 
 
 def by_kind(steps_by_prompt: Sequence[Sequence[Step]], kinds: Sequence[str]) -> dict[str, Interval]:

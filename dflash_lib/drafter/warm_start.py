@@ -4,6 +4,7 @@ The drafter's layers are copied from the target's last layers, `fc` passes the l
 is the copied layer's input norm and `norm` the target's final norm. The target's head then already reads what comes
 out, and training only has to teach the layers to look ahead. Layers without a per-head norm (Llama) get one whose
 weight is the mean root-mean-square of that layer's own queries and keys, so that attention starts at its usual scale.
+Where the target has experts instead of one MLP, the drafter's MLP keeps its random weights.
 """
 
 import torch
@@ -47,6 +48,8 @@ def warm_start(network: DFlashDrafter, target: Target, sample_states: Tensor) ->
     for number, (layer, source) in enumerate(zip(network.layers, sources, strict=True)):
         theirs = target.layers[source]
         for block, names in PROJECTIONS.items():
+            if block == "mlp" and not hasattr(theirs.mlp, "gate_proj"):
+                continue  # a router and experts: no one of them is what the layer does, so ours stays random
             for name in names:
                 ours, source_weight = getattr(getattr(layer, block), name).weight, getattr(
                     getattr(theirs, block), name).weight
@@ -61,7 +64,8 @@ def warm_start(network: DFlashDrafter, target: Target, sample_states: Tensor) ->
                         "sizes or set warm_start: false")
                 ours.copy_(source_weight)
         layer.input_layernorm.weight.copy_(effective_weight(theirs.input_layernorm))
-        layer.post_attention_layernorm.weight.copy_(effective_weight(theirs.post_attention_layernorm))
+        before_mlp = getattr(theirs, "pre_feedforward_layernorm", theirs.post_attention_layernorm)  # Gemma has both
+        layer.post_attention_layernorm.weight.copy_(effective_weight(before_mlp))
         _set_head_norms(layer.self_attn, theirs, sample_states[:, -1].to(target.device))
     hidden = network.config.hidden_size
     network.fc.weight.zero_()

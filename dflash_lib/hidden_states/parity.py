@@ -25,9 +25,13 @@ HALF_PRECISION_LIMIT, LEFT_PADDING_SHARE = 0.12, 0.25
 
 
 def relative_errors(states: Tensor, reference: Tensor) -> Tensor:
-    """||a - b|| / ||b|| over the hidden dimension, float32: [..., H] twice -> [...]."""
+    """||a - b|| / ||b|| over the hidden dimension, float32: [..., H] twice -> [...].
+
+    Equal states have error 0, zeros too; beside a reference of zeros anything else is infinitely wrong.
+    """
     states, reference = states.float(), reference.float()
-    return (states - reference).norm(dim=-1) / reference.norm(dim=-1)
+    distance = (states - reference).norm(dim=-1)
+    return torch.where(distance == 0, distance, distance / reference.norm(dim=-1))
 
 
 @dataclass(frozen=True)

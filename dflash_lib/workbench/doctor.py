@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from packaging.requirements import Requirement
@@ -179,8 +180,9 @@ def flex_line() -> Line:
     try:
         function(query, query, query).sum().backward()
     except Exception as error:  # noqa: BLE001  whatever it is, training with it would meet it, too
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Line(GREEN if device == "cpu" else AMBER, "FlexAttention", f"does not train on {device} ({reason[:60]})",
+        reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]  # the rest is advice to coders
+        return Line(GREEN if device == "cpu" else AMBER, "FlexAttention", f"does not train on {device} "
+                    f"({shorten(reason, 100, placeholder=' ...')})",
                     "nothing to do: the drafter computes its blocks without it")
     return Line(GREEN, "FlexAttention", f"trains on {device}")
 

@@ -14,6 +14,8 @@ from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConf
 from dflash_lib.drafter.training import drafter_config
 from dflash_lib.drafter.warm_start import effective_weight, source_layers, warm_start
 from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.loading import load_target
+from tests.families import FAMILIES, make_family
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=2)
 
@@ -54,6 +56,23 @@ def test_warm_start_copies_the_last_attention_layers(family, request):
             assert torch.allclose(layer.self_attn.q_norm.weight, 1 + theirs.self_attn.q_norm.weight, atol=1e-5)
     assert torch.equal(network.fc(states.flatten(1)), states[:, -1])
     assert torch.allclose(network.norm.weight, effective_weight(target.final_norm))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_warm_start_from_every_family(family, tmp_path):
+    target = load_target(make_family(tmp_path / family, family))
+    network = make_drafter(target, layer_types=(FULL,)).network
+    random_mlp = [layer.mlp.down_proj.weight.detach().clone() for layer in network.layers]
+    sources = warm_start(network, target, torch.randn(5, 2, target.hidden_size))
+    for layer, source, before in zip(network.layers, sources, random_mlp, strict=True):
+        theirs = target.layers[source]
+        assert torch.equal(layer.self_attn.k_proj.weight, theirs.self_attn.k_proj.weight)
+        if hasattr(theirs.mlp, "down_proj"):
+            assert torch.equal(layer.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+            norm = getattr(theirs, "pre_feedforward_layernorm" if "gemma" in family else "post_attention_layernorm")
+            assert torch.allclose(layer.post_attention_layernorm.weight, effective_weight(norm))
+        else:
+            assert torch.equal(layer.mlp.down_proj.weight, before)
 
 
 def test_warm_start_refuses_what_does_not_fit(tiny_llama, tiny_qwen3_5):

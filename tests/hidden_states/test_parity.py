@@ -30,6 +30,12 @@ def test_errors_are_per_token():
             assert errors[i, j] == pytest.approx(float(torch.dist(a[i, j], b[i, j]) / b[i, j].norm()), rel=1e-5)
 
 
+def test_a_state_of_zeros_equals_itself_and_nothing_else():
+    """Gated DeltaNet leaves a zero embedding zero through its layers: 0 / 0 would hide what else differs."""
+    assert relative_errors(torch.zeros(2, 4), torch.tensor([[0.0] * 4, [1.0] * 4])).tolist() == [0, 1]
+    assert relative_errors(torch.ones(1, 4), torch.zeros(1, 4)).tolist() == [float("inf")]
+
+
 def test_position_0_hides_a_shift_from_one_norm_and_not_from_the_agreement():
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(20, 4, 8, generator=generator) for _ in range(2)]

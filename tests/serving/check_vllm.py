@@ -1,61 +1,97 @@
-"""The exported drafter in a real server: vLLM's greedy output with it equals that without it, and its accepted tokens
-by slot stand beside those of 07_evaluate on the same prompts.
+"""The exported drafter in a real vLLM server: `python -m dflash_lib served` against it.
 
-usage: python -m tests.serving.check_vllm RUN SERVING_PYTHON [DTYPE]. Exits 1 when the output differs or the acceptance
-length is further from ours than MAX_GAP. Outside CI: SERVING_PYTHON is the Python of an environment with vLLM.
+usage: python -m tests.serving.check_vllm RUN SERVING_PYTHON [NUM_PROMPTS [DTYPE]]. RUN: a run folder with results of
+07_evaluate; SERVING_PYTHON: the Python of an environment with vLLM. Starts the server on a free port with the run's
+target and export, waits for it, compares, and ends it whatever happens. Exits as `served` does. Outside CI.
 """
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_lib.workbench.runs import REPOSITORY, load_record
+from dflash_lib.__main__ import main as dflash
+from dflash_lib.launch import die_with_parent
+from dflash_lib.workbench.runs import input_path, load_record
 
-MAX_GAP = 0.1  # tokens a step; vLLM counts drafts accepted behind an answer's end, we do not
-
-
-def serve(python: str, folder: Path, job: dict) -> dict:
-    """Runs the worker in the serving environment and returns its result."""
-    name = "with" if job["drafter"] else "without"
-    (folder / f"{name}.json").write_text(json.dumps(job))
-    out = folder / f"{name}.result.json"
-    worker = Path(__file__).with_name("vllm_worker.py")
-    subprocess.run([python, str(worker), str(folder / f"{name}.json"), str(out)], check=True, cwd=folder,
-                   env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"})
-    return json.loads(out.read_text())
+START_S = 1800.0  # on a busy machine vLLM's CPU build takes minutes
+GRACE_S = 20.0
 
 
-def main(run: str, python: str, dtype: str = "float32") -> int:
-    """Serves the prompts of the run's 07_evaluate twice and prints the comparison; 0 when it holds."""
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def vllm_server(python: str, target: Path, drafter: Path, num_drafts: int, dtype: str) -> Iterator[str]:
+    """The base URL of a vLLM server that drafts `num_drafts` tokens with the export `drafter`. Raises RuntimeError with
+    the end of its log when it does not come up."""
+    url = f"http://127.0.0.1:{free_port()}"
+    speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": num_drafts}
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", url.split(":")[-1],
+               "--model", str(target), "--served-model-name", "target", "--dtype", dtype, "--enforce-eager",
+               "--max-model-len", "1024", "--max-num-seqs", "4", "--no-enable-prefix-caching",
+               "--speculative-config", json.dumps(speculative)]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop("PYTHONPATH", None)
+    parent = os.getpid()
+    with tempfile.TemporaryDirectory() as folder:  # vLLM must not import this checkout by its working directory
+        log = Path(folder) / "server.log"
+        with open(log, "wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder,
+                                       start_new_session=True, preexec_fn=lambda: die_with_parent(parent))
+        try:
+            wait_for(url, process, log)
+            yield url
+        finally:
+            end(process)
+
+
+def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+    """Returns once the server answers. Raises RuntimeError when it ended, or did not come up in START_S."""
+    deadline = time.monotonic() + START_S
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with opener.open(f"{url}/health", timeout=10):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(1)
+    raise RuntimeError(f"vLLM did not come up (exit code {process.poll()}):\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends the server with its engine processes, which are of its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def main(run: str, python: str, num_prompts: str = "", dtype: str = "float32") -> int:
+    """Serves and compares; the exit code of `served`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the server
     folder = Path(run).resolve()
     record = load_record(folder, "07_evaluate")
     if record is None:
         raise SystemExit(f"{folder}: no results of 07_evaluate; run `make demo` first")
-    decoded, block_size = record["results"]["decoded"], record["results"]["block_size"]
-    job = {"model": str(REPOSITORY / record["parameters"]["model"]), "dtype": dtype,
-           "num_speculative_tokens": block_size - 1, "prompts": [one["prompt_ids"] for one in decoded],
-           "max_new_tokens": record["parameters"]["eval_max_new_tokens"]}
-    with tempfile.TemporaryDirectory() as temporary:
-        plain = serve(python, Path(temporary), {**job, "drafter": None})
-        served = serve(python, Path(temporary), {**job, "drafter": str(folder / "drafter" / "export" / "zlab")})
-
-    same = sum(a == b for a, b in zip(plain["token_ids"], served["token_ids"], strict=True))
-    ours_same = sum(a == one["token_ids"] for a, one in zip(plain["token_ids"], decoded, strict=True))
-    accepted = [n for one in decoded for n in one["accepted"]]
-    theirs = 1 + sum(served["num_accepted"]) / served["num_drafts"]
-    ours = 1 + sum(accepted) / len(accepted)
-    print(f"\nvLLM, {dtype}: output with the drafter equals that without for {same} of {len(decoded)} prompts")
-    print(f"vLLM's plain output equals the workbench's for {ours_same} of {len(decoded)} prompts")
-    print(f"{'slot':>6} {'vLLM':>8} {'workbench':>10}   share of verify steps in which the slot was accepted")
-    for slot in range(1, block_size):
-        share = sum(n >= slot for n in accepted) / len(accepted)
-        print(f"{slot:>6} {served['num_accepted'][slot - 1] / served['num_drafts']:>8.3f} {share:>10.3f}")
-    print(f"{'length':>6} {theirs:>8.3f} {ours:>10.3f}   1 + accepted, over {served['num_drafts']} and "
-          f"{len(accepted)} steps")
-    return 0 if same == len(decoded) and abs(theirs - ours) <= MAX_GAP else 1
+    target = input_path("model", record["parameters"]["model"])
+    export = folder / "drafter" / "export" / "zlab"
+    with vllm_server(python, target, export, record["results"]["block_size"] - 1, dtype) as url:
+        limit = ["--num-prompts", num_prompts] if num_prompts else []
+        return dflash(["served", str(folder), "--server", url, *limit])
 
 
 if __name__ == "__main__":

