@@ -10,6 +10,7 @@ A worker module ends with `if __name__ == "__main__": run_worker(main)` and repo
 import ctypes
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -28,7 +29,8 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
 
 class LaunchError(RuntimeError):
-    """A launched job that failed. The message carries the first failing rank's traceback; `rank` its number."""
+    """A launched job that failed. The message carries what the first failing rank raised, with its traceback unless it
+    is a fault that the user can cure; `rank` is its number."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -131,10 +133,23 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
     if code == 0:
         return
     if failure is not None and failure[1]:
-        raise LaunchError(f"{module}: rank {failure[0]} of {num_processes} failed (output: {log}):\n{failure[1]}",
-                          failure[0])
+        rank, traceback = failure
+        with open(log, "a", encoding="utf-8") as log_file:
+            log_file.write(traceback + "\n")
+        where, raised = f"rank {rank} of {num_processes}", _for_the_user(traceback)
+        raise LaunchError(f"{module}: {raised} ({where}; traceback in {log})" if raised else
+                          f"{module}: {where} failed (output: {log}):\n{traceback}", rank)
     raise LaunchError(f"{module}: ended with code {code} and left no traceback; was it killed, or out of memory? "
                       f"The end of its output ({log}):\n{''.join(tail)}", failure[0] if failure is not None else None)
+
+
+def _for_the_user(traceback: str) -> str:
+    """The message of the exception at a traceback's end when a user can cure it: the library itself raised it, as a
+    ValueError or one of its own errors. "" for any other."""
+    found = re.search(r'^  File "([^"]+)", line \d+, in \S+\n(?:    .*\n)*'  # the innermost frame
+                      r'(?:ValueError|dflash_lib\.[\w.]+): ((?:.|\n)*)\Z', traceback, re.MULTILINE)
+    ours = found is not None and Path(found[1]).is_relative_to(Path(__file__).resolve().parent)
+    return found[2].strip() if ours else ""
 
 
 def _remove_tree(folder: Path) -> None:

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from dflash_lib import launch
 from dflash_lib.launch import LaunchError, run_torchrun
 
 WORKER = "tests.launch_worker"
@@ -40,6 +42,18 @@ def test_a_failing_ranks_traceback_is_raised_and_the_others_end(tmp_path):
         run_torchrun(WORKER, ["fail"], 2, tmp_path, threads=1, on_progress=lambda p: pids.append(p["pid"]))
     assert caught.value.rank == 1 and "in main" in str(caught.value)
     assert len(pids) == 2 and wait_until_gone(pids) == []
+
+
+def test_only_what_the_library_raised_for_a_user_goes_without_its_traceback():
+    frame = f'Traceback (most recent call last):\n  File "{launch.__file__}", line 3, in main\n    f(x)\n    ^^^^\n'
+    assert launch._for_the_user(frame + "ValueError: 38 samples; lower it\nor extract more\n") == (
+        "38 samples; lower it\nor extract more")
+    assert launch._for_the_user(frame + "dflash_lib.hidden_states.store.StoreError: shard 3: truncated") == (
+        "shard 3: truncated")
+    assert launch._for_the_user(frame + "RuntimeError: shapes differ") == ""
+    torch_frame = f'{frame}  File "{torch.__file__}", line 9, in g\n    h()\n'
+    assert launch._for_the_user(torch_frame + "ValueError: not for users") == ""
+    assert launch._for_the_user("words without a frame") == ""
 
 
 def test_a_killed_rank_is_reported_with_the_end_of_the_output(tmp_path):

@@ -134,8 +134,9 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
         StagePlan(notebook="07_evaluate", resources=one, memory=capture.static, reads=weights,
                   hours=load + decoded / params["decode_tokens_s"] / 3600)]
     plan.stages = [stage for stage in plan.stages if stage.notebook in chosen]
-    plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_devices(params),
-                       *_too_little_memory(plan, params), *_disks(store, folder, num_tokens * each),
+    plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_samples(params, num_samples),
+                       *_too_few_devices(params), *_too_little_memory(plan, params),
+                       *_disks(store, folder, num_tokens * each),
                        *(_target_obstacles(config_folder, params) if "07_evaluate" in chosen else []),
                        *(f"{line.found}: {line.to_do}" for line in version_lines() if line.level == RED)]
     return plan
@@ -193,7 +194,8 @@ def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> tuple[int
         except (ValueError, OSError) as error:  # broken conversations or no tokenizer: it stops the job, not the plan
             plan.obstacles.append(f"conversations: {error}")
     if params["max_samples"] is None:
-        raise FileNotFoundError(f"conversations: {path} cannot be counted here; set max_samples to plan without it")
+        reason = "cannot be counted without the target's tokenizer" if path.exists() else "no such file or folder"
+        raise FileNotFoundError(f"conversations: {path}: {reason}; to plan without it all the same, set max_samples")
     plan.facts.append("data: not counted here, so max_samples of max_length tokens each, which is the most it can be")
     return params["max_samples"], float(params["max_length"])
 
@@ -289,6 +291,13 @@ def _disks(store: Path, folder: Path, needed: float) -> list[str]:
         found.append(f"store_dir: the hidden states take {human_bytes(needed)}, {human_bytes(free)} are free for them "
                      f"at {nearest_existing(store)}; lower max_samples, or take another disk or encoding")
     return found
+
+
+def _too_few_samples(params: dict[str, Any], num_samples: int) -> list[str]:
+    if params["validation_samples"] < num_samples:
+        return []
+    return [f"validation_samples: {params['validation_samples']} of {num_samples} samples leave none to train on; "
+            "lower it, or use more conversations"]
 
 
 def _target_obstacles(config_folder: Path, params: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
 from dflash_lib.drafter.training_job import only_trainer_of, open_job
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.launch import LaunchError
 from dflash_lib.target.loading import load_target
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
@@ -251,6 +252,14 @@ def test_training_through_torchrun_and_a_second_call(tiny_store, tiny_llama, tmp
     written = os.stat(tmp_path / "drafter" / "last" / "model.safetensors").st_mtime_ns
     assert start_training(tmp_path / "drafter", **job)["job"] == "finished"
     assert os.stat(tmp_path / "drafter" / "last" / "model.safetensors").st_mtime_ns == written
+
+
+def test_a_users_mistake_in_the_worker_is_one_line_and_its_traceback_is_in_the_log(tiny_store, tiny_llama, tmp_path):
+    with pytest.raises(LaunchError, match="cannot be split into 500 .* lower validation_samples") as caught:
+        start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
+                       device="cpu", threads=1, options=replace(OPTIONS, validation_samples=500))
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "in split_samples" in (tmp_path / "drafter" / "logs" / "training_job.log").read_text()
 
 
 def train_in_child(pipe, store_folder, target, folder, options) -> None:

@@ -47,6 +47,11 @@ def test_hours_and_bytes_by_hand(job):
     assert "4 epochs of training" in plan.text() and "none.jsonl: no such file" in plan.text()
 
 
+def test_more_validation_samples_than_samples_would_stop_it(job):
+    assert "validation_samples: 8 of 8 samples" in plan_job(job(max_samples=8, validation_samples=8)).text()
+    assert "leave none to train on" not in plan_job(job(max_samples=9, validation_samples=8)).text()
+
+
 def test_rates_of_an_earlier_run_take_the_stated_ones_place(job, tmp_path):
     folder = tmp_path / "runs" / "job"
     write_params(folder, {})
@@ -71,12 +76,13 @@ def test_nothing_is_touched(job, tmp_path, capsys):
 
 
 def test_a_job_that_nothing_stops(job, tmp_path, capsys):
-    (tmp_path / "c.jsonl").write_text(
-        '{"id": "a", "messages": [{"role": "user", "content": "What is rain?"}, '
-        '{"role": "assistant", "content": "A battery is a device that stores electrical energy."}]}\n')
-    assert command.main(["run", "--plan", str(job(conversations=str(tmp_path / "c.jsonl")))]) == 0
+    (tmp_path / "c.jsonl").write_text("".join(
+        f'{{"id": "{i}", "messages": [{{"role": "user", "content": "What is rain?"}}, '
+        '{"role": "assistant", "content": "A battery is a device that stores electrical energy."}]}\n' for i in range(9)))
+    path = job(conversations=str(tmp_path / "c.jsonl"), validation_samples=8)
+    assert command.main(["run", "--plan", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "data: 1 samples" in printed and "Nothing that can be seen from here would stop it" in printed
+    assert "data: 9 samples" in printed and "Nothing that can be seen from here would stop it" in printed
 
 
 def obstacles(path):
@@ -160,7 +166,7 @@ def test_a_target_that_is_not_here(job, tmp_path):
         plan_job(job(model="Org/model"))
     config = str(REPOSITORY / "data" / "configs" / "qwen3.6-27b")
     assert "HF_HUB_OFFLINE=1" in obstacles(job(model="Org/model", model_config=config, mask_token_id=248070))
-    with pytest.raises(FileNotFoundError, match="set max_samples to plan without it"):
+    with pytest.raises(FileNotFoundError, match="to plan without it all the same, set max_samples"):
         plan_job(job(max_samples=None))
 
 
