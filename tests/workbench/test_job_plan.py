@@ -78,7 +78,8 @@ def test_nothing_is_touched(job, tmp_path, capsys):
 def test_a_job_that_nothing_stops(job, tmp_path, capsys):
     (tmp_path / "c.jsonl").write_text("".join(
         f'{{"id": "{i}", "messages": [{{"role": "user", "content": "What is rain?"}}, '
-        '{"role": "assistant", "content": "A battery is a device that stores electrical energy."}]}\n' for i in range(9)))
+        '{"role": "assistant", "content": "A battery is a device that stores electrical energy."}]}\n'
+        for i in range(9)))
     path = job(conversations=str(tmp_path / "c.jsonl"), validation_samples=8)
     assert command.main(["run", "--plan", str(path)]) == 0
     printed = capsys.readouterr().out
