@@ -66,7 +66,7 @@ class Recipe:
 
 def model_config(vocab_size: int) -> Qwen3_5TextConfig:
     """Eight layers in the real pattern, several value heads to a key head, gated attention, partial RoPE; the sizes are
-    those that two CPU cores train in 25 minutes (BENCHMARKS.md), and the embeddings are tied to save space."""
+    those that a CPU core trains in half an hour (data/tiny_hybrid/README.md), and the embeddings are tied."""
     return Qwen3_5TextConfig(
         vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=3,
         num_key_value_heads=1, head_dim=64, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=64,

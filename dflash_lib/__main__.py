@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 som
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where this one stopped", file=sys.stderr)
+        print("interrupted; the same command goes on from what is finished, training from its newest checkpoint",
+              file=sys.stderr)
         return 130
 
 
@@ -204,11 +206,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _served(options: argparse.Namespace) -> int:
-    import os
-
     from dflash_lib.decoding.served_comparison import Reference, evaluate_served, walk_references
     from dflash_lib.decoding.server import ServerOptions
     from dflash_lib.files import write_json
+    from dflash_lib.progress import Progress
     from dflash_lib.report.figures_serving import served_figure, served_table
     from dflash_lib.target.loading import load_target
 
@@ -225,10 +226,11 @@ def _served(options: argparse.Namespace) -> int:
         model = input_path("model", parameters["model"])
         target = load_target(model, parameters["dtype"], parameters["device"], audit="quick")
         walked = walk_references(target, options.run / "drafter" / "best", references)
-    comparison = evaluate_served(
-        options.server, references, parameters["eval_max_new_tokens"], results["block_size"],
-        options.run / "served" / "answers.jsonl", target=target, walked=walked,
-        options=ServerOptions(timeout_s=options.timeout, api_key=os.environ.get("DFLASH_SERVER_KEY")))
+    with Progress(len(references), "served", "prompts") as progress:
+        comparison = evaluate_served(
+            options.server, references, parameters["eval_max_new_tokens"], results["block_size"],
+            options.run / "served" / "answers.jsonl", target=target, walked=walked, on_answer=progress.set,
+            options=ServerOptions(timeout_s=options.timeout, api_key=os.environ.get("DFLASH_SERVER_KEY")))
     write_json(options.run / "served" / "comparison.json", to_json(comparison.to_dict()))
     served_figure(comparison).savefig(options.run / "served" / "served.png")
     print(served_table(comparison))

@@ -133,9 +133,7 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
     if code == 0:
         return
     if failure is not None and failure[1]:
-        rank, traceback = failure
-        with open(log, "a", encoding="utf-8") as log_file:
-            log_file.write(traceback + "\n")
+        rank, traceback = failure  # the log has the traceback, too
         where, raised = f"rank {rank} of {num_processes}", _for_the_user(traceback)
         raise LaunchError(f"{module}: {raised} ({where}; traceback in {log})" if raised else
                           f"{module}: {where} failed (output: {log}):\n{traceback}", rank)

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from dflash_lib.conversations.formats import read_conversations
-from dflash_lib.files import read_json
+from dflash_lib.conversations.overlap import words
+from dflash_lib.files import hash_file, read_json
 from dflash_lib.workbench.runs import REPOSITORY
 
 DATA = REPOSITORY / "data"
@@ -20,6 +21,19 @@ def test_the_demo_conversations_are_those_of_their_sidecar():
     assert len(conversations) == meta["conversations"] == sum(part["conversations"] for part in meta["parts"])
     assert sum(len(m["token_ids"]) for m in answers) == meta["generated_tokens"]
     assert sum(m["finish_reason"] == "length" for m in answers) == sum(p["finished_by_length"] for p in meta["parts"])
+
+
+def test_more_prompts_are_those_that_were_answered_and_no_held_out_ones(tmp_path):
+    path = tmp_path / "more_prompts.jsonl"
+    subprocess.run([sys.executable, DATA / "make_more_prompts.py", path], check=True)
+    assert hash_file(path) == read_json(DATA / "demo_conversations.jsonl.meta.json")["parts"][-1]["source_sha256"]
+    runs, heldout = (ngrams(file) for file in (path, DATA / "demo_heldout_prompts.jsonl"))
+    assert len(runs) > 3000 and not runs & heldout, "no four words in a row are a held-out prompt's"
+
+
+def ngrams(path, n=4):
+    texts = [words(c.messages[-1]["content"]) for c in read_conversations(path, need_assistant=False)]
+    return {tuple(text[i:i + n]) for text in texts for i in range(len(text) - n + 1)}
 
 
 @pytest.fixture

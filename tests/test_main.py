@@ -84,7 +84,7 @@ def test_interruption_exits_130(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "run_pipeline", interrupt)
     assert call("run", "job.yaml") == 130
-    assert "the same command continues" in capsys.readouterr().err
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_summary_table_of_stages_that_did_not_run(tmp_path):

@@ -62,10 +62,10 @@ def _from_plain_field(row: Any, where: str) -> Any:
                                     "too") from error
     text = row[fields[0]]
     if fields[0] == "turns":
-        text = text[0] if isinstance(text, Sequence) and len(text) else None
+        text = text[0] if isinstance(text, list) and text else None
     if not isinstance(text, str) or not text.strip():
         raise ConversationError(f"{where}: {fields[0]} must be text that is not empty"
-                                f"{' (a list of it)' if fields[0] == 'turns' else ''}")
+                                f"{' in a list' if fields[0] == 'turns' else ''}")
     return {**row, "messages": [{"role": "user", "content": text}]}
 
 

@@ -34,8 +34,8 @@ def likely_causes(*, ours: Sequence[float], served: Sequence[float], is_higher: 
 
     ours, served: share of verify steps that accept slot 1, 2, ...; served is empty where the server does not say.
     is_off: acceptance differs beyond noise, or drafts are not ours, and is_higher: the server's acceptance length is
-    higher beyond noise. num_apart: texts that leave
-    ours where rounding is no reason, and positions where they do. num_slots: drafts a step of the server.
+    higher beyond noise. num_apart: texts that leave ours where rounding is no reason, and positions where they do.
+    num_slots: drafts a step of the server.
     """
     names: list[str] = []
     if num_slots is not None and num_slots != block_size - 1:

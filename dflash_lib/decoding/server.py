@@ -13,6 +13,7 @@ server's own counters in /metrics:
 
 import http.client
 import json
+import math
 import re
 import urllib.error
 import urllib.parse
@@ -246,15 +247,17 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def parse_metrics(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of each sample in Prometheus' text form; lines that are none are passed over."""
+    """(name, labels, value) of each sample in Prometheus' text form; lines that are none, and samples that are no
+    finite number (NaN is a summary without data), are passed over."""
     samples = []
     for line in text.splitlines():
         match = None if line.startswith("#") else SAMPLE.match(line)
         try:
-            if match:
-                samples.append((match[1], dict(LABEL.findall(match[2] or "")), float(match[3])))
+            value = float(match[3]) if match else math.nan
         except ValueError:
             continue
+        if match and math.isfinite(value):
+            samples.append((match[1], dict(LABEL.findall(match[2] or "")), value))
     return samples
 
 
@@ -273,7 +276,7 @@ def _vllm(samples: list[tuple[str, dict[str, str], float]]) -> Counters | None:
     per_slot = "vllm:spec_decode_num_accepted_tokens_per_pos"
     slots: dict[int, float] = {}
     for name, labels, value in samples:
-        if name in (per_slot, f"{per_slot}_total"):
+        if name in (per_slot, f"{per_slot}_total") and labels.get("position", "").isdecimal():
             slot = int(labels["position"])
             slots[slot] = slots.get(slot, 0.0) + value
     if num_steps is None or not slots:

@@ -65,8 +65,8 @@ class WalkComparison:
     """The walk against real decoding, on the prompts whose decoded answer is the one that was walked.
 
     walked, decoded: acceptance lengths; walked_slots, decoded_slots: acceptance by slot; per_prompt: (walked, decoded)
-    acceptance length of each prompt with a verify step; num_prompts: prompts compared; num_other: those left out
-    because decoding wrote another text.
+    acceptance length of each prompt with a verify step; num_steps: of decoding; num_prompts: prompts compared;
+    num_other: those left out because decoding wrote another text.
     """
 
     walked: float
@@ -74,8 +74,15 @@ class WalkComparison:
     walked_slots: SlotAcceptance
     decoded_slots: SlotAcceptance
     per_prompt: list[tuple[float, float]]
+    num_steps: int
     num_prompts: int
     num_other: int
+
+    @property
+    def limit(self) -> float:
+        """What `difference` may be: 1 %, or two verify steps where these are more. A draft that bfloat16 rounding turns
+        costs or saves a step, and the walk may need another to fall in with decoding again."""
+        return max(0.01, 2 / self.num_steps)
 
     @property
     def difference(self) -> float:
@@ -93,7 +100,7 @@ def compare_walk(walked: Sequence[Sequence[Step]], answers: Sequence[Answer],
     return WalkComparison(
         acceptance_length(walked_steps), acceptance_length(decoded_steps), by_slot(walked_steps),
         by_slot(decoded_steps), [(acceptance_length(a), acceptance_length(b)) for a, b in same if a and b],
-        len(same), len(answers) - len(same))
+        len(decoded_steps), len(same), len(answers) - len(same))
 
 
 def _same(answer: Answer, decoded: Decoded) -> bool:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, load_drafter
+from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, fill_network, load_drafter
 from dflash_lib.drafter.network import FULL, DFlashDrafter, DrafterConfig
 from dflash_lib.files import read_json
 from dflash_lib.target.loading import Target
@@ -61,21 +61,14 @@ def load_exported(folder: Path | str, target: Target) -> TrainedDrafter:
         raise DrafterError(f"{folder}: no readable model.safetensors ({error})") from error
     head, vocab = tensors.pop("lm_head.weight", None), _draft_vocab(folder, tensors.pop("d2t", None), config)
     network = DFlashDrafter(config)
-    expected = {name: tuple(p.shape) for name, p in network.named_parameters()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    wrong = [f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
-             for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
-    if wrong:
-        raise DrafterError(f"{folder}: weights do not fit config.json: {'; '.join(wrong[:5])}")
-    with torch.no_grad():
-        network.load_state_dict(tensors)
+    fill_network(network, tensors, folder)
     if head is not None:
         _check_head(folder, head, vocab, target)
     try:
         identity = json.loads(metadata.get("workbench", "{}")).get("target", {})
     except (ValueError, AttributeError) as error:
         raise DrafterError(f"{folder}: the workbench's entry in model.safetensors is damaged ({error})") from error
-    return TrainedDrafter(network.eval().requires_grad_(False), vocab, identity, {})
+    return TrainedDrafter(network, vocab, identity, {})
 
 
 def _config(folder: Path) -> DrafterConfig:

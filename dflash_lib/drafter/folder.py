@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -62,17 +61,23 @@ def load_drafter(folder: Path | str) -> TrainedDrafter:
     except (SafetensorError, KeyError, TypeError) as error:
         raise DrafterError(f"{folder}: damaged drafter ({type(error).__name__}: {error})") from error
     draft_vocab = tensors.pop("draft_vocab", None)
+    fill_network(network, tensors, folder)
+    if (None if draft_vocab is None else len(draft_vocab)) != network.config.draft_vocab_size:
+        raise DrafterError(f"{folder}: draft_vocab has not the {network.config.draft_vocab_size} ids of config.json")
+    return TrainedDrafter(network, draft_vocab, meta["target"], meta["training"])
+
+
+def fill_network(network: DFlashDrafter, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Puts the tensors of a folder's file into the network, for use only. Raises DrafterError, naming tensors, unless
+    they are exactly the network's."""
     expected = {name: tuple(p.shape) for name, p in network.named_parameters()}
     found = {name: tuple(t.shape) for name, t in tensors.items()}
     wrong = [f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'nothing')}"
              for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
     if wrong:
         raise DrafterError(f"{folder}: weights do not fit config.json: {'; '.join(wrong[:5])}")
-    if (None if draft_vocab is None else len(draft_vocab)) != network.config.draft_vocab_size:
-        raise DrafterError(f"{folder}: draft_vocab has not the {network.config.draft_vocab_size} ids of config.json")
-    with torch.no_grad():
-        network.load_state_dict(tensors)
-    return TrainedDrafter(network.eval().requires_grad_(False), draft_vocab, meta["target"], meta["training"])
+    network.load_state_dict(tensors)
+    network.eval().requires_grad_(False)
 
 
 def check_fits_target(drafter: TrainedDrafter, identity: dict[str, str], where: str) -> None:

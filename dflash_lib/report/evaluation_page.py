@@ -18,7 +18,6 @@ from dflash_lib.report import figures_evaluation as figures
 from dflash_lib.report.pages import checks_html, pill, write_page
 from dflash_lib.workbench.runs import OPERATORS, to_json
 
-WALK_LIMIT = 0.01  # how far training's walk may be from decoding, as a share
 COLUMNS = ("drafter", "block size", "acceptance length", "paired difference", "tokens a second", "speed-up",
            "ms an output token", "drafter\u2019s share", "best block size", "speed-up there", "identical", "near-ties",
            "different")
@@ -62,7 +61,7 @@ def evaluation_checks(comparison: Comparison, dtype: str) -> list[dict[str, Any]
                 check(f"{e.name}, block size {size}: answers unlike plain decoding's, near-ties apart",
                       speed.num_different, "==", 0, note)
         if e.walk is not None:
-            check(f"{e.name}: training\u2019s walk against decoding, relative", e.walk.difference, "<=", WALK_LIMIT,
+            check(f"{e.name}: training\u2019s walk against decoding, relative", e.walk.difference, "<=", e.walk.limit,
                   f"{e.walk.num_prompts} prompts compared, {e.walk.num_other} decoded to another text")
     return checks
 

@@ -116,7 +116,7 @@ def text_figure(positions: Sequence[Bin], repetition: Sequence[Bin], shares: Seq
     _bins(left, positions, range(len(positions)), COLOURS["blue"], marker="o")
     left.set_xticks(range(len(positions)), [f"{b.low}-{b.high - 1}" for b in positions])
     left.grid(axis="x", visible=False)
-    left.margins(y=0.12)  # room for the numbers; the right side shares the axis
+    left.margins(y=0.12)  # room for the numbers, on the other side, too, which shares the axis
     label(left, x="token of the answer that the step starts from (steps above)", y=TOKENS,
           title="By position in the answer")
     points = [(100 * share, length) for share, length in zip(shares, lengths, strict=True) if length is not None]
@@ -124,6 +124,7 @@ def text_figure(positions: Sequence[Bin], repetition: Sequence[Bin], shares: Seq
                alpha=0.7, label="one prompt")
     _bins(right, repetition, [50 * (b.low + b.high) for b in repetition], COLOURS["vermilion"], marker="s")
     right.plot([], [], color=COLOURS["vermilion"], marker="s", linewidth=2.4, label="prompts of a range")
+    right.margins(y=0.12)
     for b in repetition[1:]:
         right.axvline(100 * b.low, color=COLOURS["grey"], linewidth=0.6, linestyle=":")
     shown = [50 * (b.low + b.high) for b in repetition if b.acceptance is not None]

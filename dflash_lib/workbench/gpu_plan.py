@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_lib.files import human_bytes
 from dflash_lib.workbench.runs import RunError, load_record
 
 HOUR = 3600.0
@@ -228,8 +229,8 @@ class GpuPlan:
             return (f"Nothing fits the limits; the cheapest would be {nearest.strategy.name}: "
                     f"{self.limits.objection(nearest)}.")
         best = self.outcomes[self.winner]
-        return (f"{self.winner}: {best.strategy.name}: {best.hours:,.4g} hours, {best.gpu_hours:,.4g} GPU-hours, "
-                f"{best.disk_bytes / 1e12:,.3g} TB of disk.")
+        return (f"{self.winner}: {best.strategy.name}: {best.hours:,.3g} hours, {best.gpu_hours:,.3g} GPU-hours, "
+                f"{human_bytes(best.disk_bytes)} of disk.")
 
 
 def plan_gpus(num_gpus: int, work: Work, rates: Rates, limits: Limits = Limits()) -> GpuPlan:

@@ -48,7 +48,8 @@ def test_fields_of_public_sets(tiny_llama, tmp_path, row, expected):
     ([1], r"p\.jsonl, line 2: expected an object, found list"),
     ({"question": "  "}, r"p\.jsonl, line 2: question must be text that is not empty"),
     ({"question": 3}, r"p\.jsonl, line 2: question must be text"),
-    ({"turns": []}, r"p\.jsonl, line 2: turns must be text that is not empty \(a list of it\)"),
+    ({"turns": []}, r"p\.jsonl, line 2: turns must be text that is not empty in a list"),
+    ({"turns": "Hello"}, r"p\.jsonl, line 2: turns must be text that is not empty in a list"),
     ({"input_ids": [1], "loss_mask": [1]}, r"p\.jsonl, line 2: .*pre-tokenised"),
 ])
 def test_rows_that_are_no_prompt_are_named(tiny_llama, tmp_path, row, message):

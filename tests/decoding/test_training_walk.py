@@ -74,5 +74,7 @@ def test_only_equal_texts_are_compared(few_words):
     assert comparison.decoded == 3.0 and (comparison.num_prompts, comparison.num_other) == (2, 1)
     assert comparison.per_prompt == [(2.5, 2.5), (4.0, 4.0)]
     assert comparison.walked_slots == by_slot(walked[0] + walked[2])
+    assert (comparison.num_steps, comparison.limit) == (3, 2 / 3), "two steps of three"
+    assert replace(comparison, num_steps=1000).limit == 0.01
     with pytest.raises(ValueError, match="not one prompt"):
         compare_walk(walked[1:2], answers[1:2], decoded[1:2])

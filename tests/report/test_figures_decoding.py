@@ -8,6 +8,7 @@ from dflash_lib.decoding.eval_prompts import EvalPrompt
 from dflash_lib.decoding.side_by_side import BlockLength, SideBySide, Speed
 from dflash_lib.decoding.speculative import Decoded, SpeculativeDecoded, Step
 from dflash_lib.report import figures_decoding as figures
+from tests.report.drawn import check, lines
 from tests.tiny import make_tokenizer
 
 ACCEPTANCE = {"trained drafter": Interval(1.5, 1.4, 1.6), "bigram table": Interval(1.2, 1.1, 1.3),
@@ -18,17 +19,6 @@ SPEED = Speed(block_size=4, num_prompts=2, num_identical=2, num_near_ties=0, num
               speedup=Interval(1.2, 1.1, 1.3), plain_step_s=0.1, step_s=0.12, verify_s=0.1,
               draft_s=0.02, output_token_s=0.08)
 PROMPT = EvalPrompt("a", "facts", "What <b>?", [1, 2])
-
-
-def lines(axis) -> list[tuple[list, list]]:
-    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
-
-
-def check(figure, num_axes):
-    figure.canvas.draw()
-    axes = figure.axes[:num_axes]
-    assert all(axis.get_xlabel() and axis.get_title(loc="left") for axis in axes)
-    return axes
 
 
 def test_proposers():

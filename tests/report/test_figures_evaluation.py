@@ -6,6 +6,7 @@ from dflash_lib.decoding.acceptance import Interval, SlotAcceptance
 from dflash_lib.decoding.analysis import Bin
 from dflash_lib.decoding.training_walk import WalkComparison
 from dflash_lib.report import figures_evaluation as figures
+from tests.report.drawn import check, lines
 
 ACCEPTANCE = {"a run": Interval(1.5, 1.4, 1.6), "another run (export)": Interval(1.7, 1.55, 1.8)}
 DIFFERENCES = {"another run (export)": Interval(0.2, 0.1, 0.3)}
@@ -16,18 +17,7 @@ POSITIONS = [Bin(0, 8, Interval(1.6, 1.5, 1.7), 300, 60), Bin(8, 16, None, 0, 0)
 REPETITION = [Bin(0.0, 0.05, Interval(1.3, 1.2, 1.4), 100, 30), Bin(0.05, 0.1, None, 0, 0),
               Bin(0.1, 0.2, Interval(1.8, 1.5, 2.2), 90, 20), Bin(0.2, 0.4, Interval(2.4, 2.0, 2.9), 70, 9)]
 WALK = WalkComparison(1.51, 1.5, SlotAcceptance([0.4, 0.25], [0.41, 0.1], [9, 4]),
-                      SlotAcceptance([0.4, 0.25], [0.4, 0.1], [9, 4]), [(1.4, 1.4), (1.9, 1.8)], 2, 0)
-
-
-def lines(axis) -> list[tuple[list, list]]:
-    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
-
-
-def check(figure, num_axes):
-    figure.canvas.draw()
-    axes = figure.axes[:num_axes]
-    assert all(axis.get_xlabel() and axis.get_title(loc="left") for axis in axes)
-    return axes
+                      SlotAcceptance([0.4, 0.25], [0.4, 0.1], [9, 4]), [(1.4, 1.4), (1.9, 1.8)], 30, 2, 0)
 
 
 def texts(axis) -> list[str]:

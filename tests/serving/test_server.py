@@ -52,6 +52,8 @@ def test_counters_are_summed_over_engines_and_created_times_are_no_counters():
             'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="1"} 1.0\n'
             'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="0"} 2.0\n'
             'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="a",position="0"} 1.0\n'
+            'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="2",model_name="a"} 5.0\n'
+            'vllm:spec_decode_num_drafts_total{engine="2",model_name="a"} NaN\n'
             'half a line\nvllm:broken{x="1"} nothing\n')
     assert ("vllm:spec_decode_num_draft_tokens_total", {"engine": "0", "model_name": 'a \\"} b'}, 14.0
             ) in parse_metrics(text)
