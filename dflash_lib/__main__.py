@@ -23,8 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished, training from its newest checkpoint",
-              file=sys.stderr)
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         return 130
 
 
@@ -174,8 +173,9 @@ def summary_table(result: PipelineResult) -> str:
         checks = record["checks"] if record else []
         passed = f"{sum(c['passed'] for c in checks)}/{len(checks)}" if record else "-"
         seconds = f"{record['seconds'] if record else stage.seconds:.0f}"
+        earlier = "earlier: " if record and stage.state == "not run" else ""
         lines.append(f"{stage.notebook:<18} {stage.state:<8} {passed:>7} {seconds:>8}  "
-                     f"{record['outcome'] if record else '-'}")
+                     f"{earlier}{record['outcome'] if record else '-'}")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 PROGRESS_MARK = "@progress "
 PR_SET_PDEATHSIG = 1
 AGENT = "DFLASH_AGENT"  # environment variable: the guard's pid, for the workers
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
+GRACE_S = 60.0  # from SIGTERM to SIGKILL: a worker that saves what it has takes its time
 
 
 class LaunchError(RuntimeError):

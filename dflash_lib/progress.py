@@ -33,6 +33,11 @@ class Progress:
         self.began = self.last = time.monotonic()
         self.note = ""
 
+    def restart(self, done: int) -> None:
+        """Rate and time left count from here on: what came before was preparation, or an earlier call's work."""
+        self.done = self.start = done
+        self.began = time.monotonic()
+
     def update(self, num: int, note: str = "") -> None:
         """Adds `num` units; `note` is free text behind the figures."""
         self.set(self.done + num, note)

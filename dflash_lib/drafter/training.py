@@ -1,8 +1,9 @@
 """Trains a drafter from a hidden-state store, step by step, in one process. `training_job` starts it through torchrun.
 
-Every `checkpoint_interval` steps the whole state is saved; a killed run goes on from its newest checkpoint to the same
-weights, bit for bit, because batches are a pure function of seed and step. `log.jsonl` holds a row a step and a row a
-validation; on resume it is cut back to the checkpoint, so no step stands in it twice.
+Every `checkpoint_interval` steps the whole state is saved, and on SIGTERM, which is what ends the job on Ctrl-C. A run
+goes on from its newest checkpoint to the same weights, bit for bit, because batches are a pure function of seed and
+step. `log.jsonl` holds a row a step and a row a validation; on resume it is cut back to the checkpoint, so no step
+stands in it twice.
 """
 
 import json
@@ -150,8 +151,10 @@ class Trainer:
         self.step, self.best, self.seconds = 0, {"acceptance_length": 0.0, "step": 0}, 0.0
         self._resume()
 
-    def run(self, report: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-        """Trains to the end and returns the summary. report(row) is called with each log row."""
+    def run(self, report: Callable[[dict[str, Any]], None] | None = None,
+            stopping: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """Trains to the end and returns the summary. report(row) is called with each log row. Once `stopping()` is
+        true, it saves a checkpoint at the next step's beginning and returns None."""
         with open(self.folder / "log.jsonl", "a", encoding="utf-8") as log:
             def write(row: dict[str, Any]) -> None:
                 log.write(json.dumps(row, allow_nan=False) + "\n")
@@ -162,6 +165,10 @@ class Trainer:
             if self.step == 0:
                 write({"step": 0, "validation": self.validate()})
             while self.step < self.options.steps:
+                if stopping():  # a due validation and checkpoint of this step are behind it
+                    os.fsync(log.fileno())
+                    self.save()
+                    return None
                 write(self.train_step())
                 last = self.step == self.options.steps
                 if last or self.step % self.options.validation_interval == 0:

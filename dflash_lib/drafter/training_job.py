@@ -8,9 +8,10 @@ when that job is asked for again.
 import fcntl
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,36 @@ def follow(progress: Progress) -> Callable[[dict[str, Any]], None]:
     def take(row: dict[str, Any]) -> None:
         nonlocal started
         if not started:
-            progress.start, started = max(0, row["step"] - 1), True
+            progress.restart(row["step"])
+            started = True
         validation = row.get("validation")
         progress.set(row["step"], f"validation acceptance {validation['acceptance_length']:.3f}" if validation else "")
 
     return take
 
 
+@contextmanager
+def sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """SIGTERM is noted instead of ending this process; what is yielded says whether one came."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def report_step(row: dict[str, Any]) -> None:
+    """Sends a log row to the launcher. One that has ended reads no more; that it ended comes as SIGTERM, too."""
+    with suppress(BrokenPipeError):
+        report_progress(**row)
+
+
 def main() -> None:
-    """Entry of the torchrun worker: FOLDER STORE MODEL DEVICE THREADS. summary.json is the last thing written."""
+    """Entry of the torchrun worker: FOLDER STORE MODEL DEVICE THREADS. summary.json is the last thing written.
+
+    On SIGTERM it saves a checkpoint and ends with code 0; the same call goes on from there.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise TrainingError("this release trains on one process; start it with num_processes=1")
     folder, store, model, device, threads = sys.argv[1:]
@@ -112,7 +134,11 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     target = load_target(model, job["dtype"], device, audit="quick")
     trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), TrainOptions(**job["options"]))
-    summary = trainer.run(lambda row: report_progress(**row))
+    with sigterm_noted() as stopping:
+        summary = trainer.run(report_step, stopping)
+    if summary is None:
+        print(f"SIGTERM: stopped and saved at step {trainer.step}", flush=True)
+        return
     load_drafter(Path(folder) / "best")  # what was written can be read
     write_json(Path(folder) / "summary.json", summary)
 

@@ -81,6 +81,8 @@ def _last_error(notebook: nbformat.NotebookNode) -> str:
     """The error that ended the notebook, as one line; a kernel that died leaves none."""
     errors = [f"{output.ename}: {output.evalue}" for cell in notebook.cells
               for output in cell.get("outputs", []) if output.output_type == "error"]
+    if errors and errors[-1].startswith("KeyboardInterrupt:"):
+        return "It was interrupted. Run the job again: it goes on from here."
     return errors[-1] if errors else "It has not ended: it is running, was interrupted, or its kernel died."
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
+from dflash_lib.decoding.eval_prompts import read_prompts
 from dflash_lib.drafter.training import TrainOptions
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.capture import default_layer_ids
@@ -118,7 +120,8 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
         *_gpu_facts(params, rates, num_tokens, each, store)]
     one = f"1 on {device}"
     extracting = num_tokens / min(workers * rates.extract_tokens_s, write) / 3600  # then all is read, to verify it
-    decoded = params["eval_prompts"] * params["eval_max_new_tokens"] * DECODINGS
+    num_prompts = _heldout_prompts(params, here, plan) if "07_evaluate" in chosen else 0
+    decoded = num_prompts * params["eval_max_new_tokens"] * DECODINGS
     plan.stages = [
         StagePlan(notebook="01_capacity", resources="1 on cpu", hours=0.01),
         StagePlan(notebook="02_layout", resources=one, memory=capture.total, reads=weights, hours=2 * load),
@@ -220,6 +223,19 @@ def _missing_inputs(params: dict[str, Any], here: Path | None, weights: int) -> 
     return found
 
 
+def _heldout_prompts(params: dict[str, Any], here: Path | None, plan: JobPlan) -> int:
+    """How many prompts 07_evaluate takes. What it would refuse in them, hours from now, becomes an obstacle; they are
+    read where prompts and tokenizer are here."""
+    path = REPOSITORY / Path(params["heldout_prompts"]).expanduser()
+    if here is not None and path.exists():  # else it is said already
+        try:
+            template = ChatTemplate(load_tokenizer(here), prepare_options(params).template)
+            return len(read_prompts(path, template, params["eval_prompts"]))
+        except (ValueError, OSError) as error:
+            plan.obstacles.append(f"heldout_prompts: {error}")
+    return params["eval_prompts"] or 0
+
+
 def _too_few_devices(params: dict[str, Any]) -> list[str]:
     if not params["device"].startswith("cuda"):
         return []
@@ -265,13 +281,16 @@ def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: floa
     disk = shutil.disk_usage(nearest_existing(store)).free if limit is None else limit * 1e12
     work = Work(num_tokens=num_tokens, epochs=params["epochs"], bytes_per_token=each)
     plan = plan_gpus(params["gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
-    ours = f" The workbench does C: {plan.outcomes['C'].gpu_hours:,.4g} GPU-hours." if plan.winner != "C" else ""
-    return [f"{params['gpus']} GPUs, {params['epochs']} epochs, {disk / 1e12:.3g} TB: {plan.sentence()}{ours}"]
+    ours = f" The workbench does C: {plan.outcomes['C'].gpu_hours:,.3g} GPU-hours." if plan.winner != "C" else ""
+    each_a = "GPUs" if params["device"].startswith("cuda") else "processes"
+    return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['gpus']} {each_a} with "
+            f"{disk / 1e12:.3g} TB of disk (parameters gpus, epochs; not this job's stages, which stand below): "
+            f"{plan.sentence()}{ours}"]
 
 
 def _check_counts(params: dict[str, Any], where: str) -> None:
     """Raises ValueError for a count or rate of 0 or less, which would divide by it or plan nothing."""
-    wrong = [f"{name} {params[name]}" for name in COUNTS if not params[name] > 0]
+    wrong = [f"{name} {params[name]}" for name in COUNTS if params[name] is not None and not params[name] > 0]
     if wrong:
         raise ValueError(f"{where}: above 0 is needed for {', '.join(wrong)}")
     prepare_options(params)

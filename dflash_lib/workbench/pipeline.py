@@ -99,6 +99,7 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
     result = PipelineResult(runs / (options.run_id or Path(options.params_file).stem))
     result.folder.mkdir(parents=True, exist_ok=True)
     with run_lock(result.folder), _sigterm_interrupts():
+        _say_changed(result.folder, params, stream)
         write_params(result.folder, params)
         for notebook in notebooks:
             if notebook not in chosen or result.error:
@@ -108,6 +109,17 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
             stage, result.error = _run_stage(notebook, declared, params, result.folder, options.force, stream)
             result.stages.append(stage)
     return result
+
+
+def _say_changed(folder: Path, params: dict[str, Any], stream: TextIO) -> None:
+    """Says which parameters of an earlier call on this run folder are others now."""
+    if not (folder / "params.yaml").is_file():
+        return
+    before = read_parameters_file(folder / "params.yaml")
+    changed = [f"{name} {before.get(name)!r} -> {params.get(name)!r}" for name in {**before, **params}
+               if before.get(name) != params.get(name)]
+    if changed:
+        _say(stream, f"{folder}: run before with other parameters: {', '.join(changed)}")
 
 
 def choose_notebooks(notebooks: list[Path], start: str | None = None, stop: str | None = None,

@@ -20,12 +20,15 @@ from dflash_lib.drafter import (
     load_drafter,
     read_log,
     start_training,
+    training_job,
 )
 from dflash_lib.drafter.blocks import anchor_candidates
+from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
 from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
-from dflash_lib.drafter.training_job import only_trainer_of, open_job
+from dflash_lib.drafter.training_job import only_trainer_of, open_job, sigterm_noted
+from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.launch import LaunchError
@@ -278,6 +281,19 @@ def start_child(tiny_store, tiny_llama, folder, options):
     return child, ours
 
 
+def assert_same_weights(one, other):
+    """Two drafter folders hold the same tensors, bit for bit."""
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours), one.name
+
+
+def without_seconds(run):
+    """The log's rows without what may differ from run to run."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
 def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tiny_store, tiny_llama, tmp_path):
     options = replace(OPTIONS, steps=23, checkpoint_interval=5, validation_interval=8)
     (tmp_path / "whole").mkdir()
@@ -294,12 +310,44 @@ def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tiny_store, tiny_l
     child.join()
     assert child.exitcode == 0
     for name in ("last", "best"):
-        whole, killed = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "killed"))
-        assert whole.keys() == killed.keys()
-        assert all(torch.equal(whole[key], killed[key]) for key in whole), name
+        assert_same_weights(tmp_path / "whole" / name, tmp_path / "killed" / name)
+    assert without_seconds(tmp_path / "whole") == without_seconds(tmp_path / "killed")
 
-    def without_seconds(run):
-        rows = [json.loads(line) for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
-    assert without_seconds("whole") == without_seconds("killed")
+def test_sigterm_saves_the_step_that_it_meets_and_the_run_goes_on_bit_for_bit(tiny_store, tiny_llama, tmp_path):
+    """Stopped in between, where a validation is due, and once more; no checkpoint is due anywhere before the end."""
+    options = replace(OPTIONS, steps=23, checkpoint_interval=1000, validation_interval=8)
+    (tmp_path / "whole").mkdir()
+    Trainer(tiny_store, tiny_llama, tmp_path / "whole", options).run()
+    (tmp_path / "stopped").mkdir()
+    before = 0
+    for stop_at in (3, 8, 12):
+        trainer = Trainer(tiny_store, tiny_llama, tmp_path / "stopped", options)
+        assert trainer.step == before
+        with sigterm_noted() as stopping:
+            assert trainer.run(lambda row, at=stop_at: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == at
+                               else None, stopping) is None
+        before = stop_at
+    assert Trainer(tiny_store, tiny_llama, tmp_path / "stopped", options).run() is not None
+    for name in ("last", "best"):
+        assert_same_weights(tmp_path / "whole" / name, tmp_path / "stopped" / name)
+    assert without_seconds(tmp_path / "whole") == without_seconds(tmp_path / "stopped")
+
+
+def test_interrupting_the_launcher_saves_the_training(tiny_store, tiny_llama, tmp_path, monkeypatch):
+    """Ctrl-C in a notebook comes as KeyboardInterrupt while the launcher follows the job."""
+    job = {"store": tiny_store.folder, "model": tiny_llama.path, "dtype": "float32", "device": "cpu", "threads": 1,
+           "options": replace(OPTIONS, steps=100_000, checkpoint_interval=100_000, validation_interval=100_000)}
+
+    def interrupted(_progress):
+        def take(row):
+            if row["step"] >= 2:
+                raise KeyboardInterrupt
+
+        return take
+
+    monkeypatch.setattr(training_job, "follow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_training(tmp_path / "drafter", **job)
+    saved, = list_checkpoints(tmp_path / "drafter" / "checkpoints")
+    assert read_json(saved / "state.json")["step"] >= 2

@@ -1,5 +1,7 @@
 """`run --plan`: the numbers of the real job, what would stop it, and that nothing is touched."""
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -17,7 +19,7 @@ REAL = REPOSITORY / "notebooks" / "params" / "qwen3_6_27b_8gpu.yaml"
 @pytest.fixture
 def job(tiny_llama_folder, tmp_path):
     """A small job whose data is not counted, with round rates; changes go in by keyword."""
-    (tmp_path / "prompts.jsonl").write_text("")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
 
     def write(**changes):
         values = {"model": str(tiny_llama_folder), "conversations": str(tmp_path / "none.jsonl"), "max_samples": 100,
@@ -181,7 +183,8 @@ def test_the_real_job(capsys):
     assert plan.folder == runs_folder({"runs_dir": "/scratch/dflash/runs"}) / REAL.stem
     text = plan.text()
     assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text
-    assert "8 GPUs, 6 epochs, 10 TB: E: 6 extract while 2 train" in text and "The workbench does C: " in text
+    assert "6 epochs on 8 GPUs with 10 TB of disk" in text
+    assert ": E: 6 extract while 2 train" in text and "The workbench does C: " in text
     assert "tapped layers [1, 16, 31, 46, 61]" in text and "26.9 B parameters, 53.79 GB in bfloat16" in text
     assert "conversations: /scratch/dflash/conversations.jsonl: no such file" in text
     assert command.main(["run", "--plan", str(REAL)]) == 1
@@ -191,3 +194,19 @@ def test_the_real_job(capsys):
 def test_the_shipped_configuration_is_the_tested_one():
     ours = REPOSITORY / "data" / "configs" / "qwen3.6-27b" / "config.json"
     assert ours.read_bytes() == (REPOSITORY / "tests" / "data" / "qwen3.6-27b" / "config.json").read_bytes()
+
+
+def test_held_out_prompts_are_read_before_hours_are_spent(job, tmp_path):
+    """None takes all; a row that 07_evaluate would refuse stops the job now."""
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": "hello"}]} for i in range(3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"eval_max_new_tokens": 3600, "decode_tokens_s": 1.0}
+    loading = 0.1
+    for asked, taken in ((None, 3), (2, 2), (24, 3)):
+        plan = plan_job(job(eval_prompts=asked, **changes))
+        assert stage(plan, "07_evaluate").hours == pytest.approx(loading + 2 * taken, abs=1e-4)
+        assert "heldout_prompts" not in "".join(plan.obstacles)
+    with open(tmp_path / "prompts.jsonl", "a") as file:
+        file.write('{"id": "3", "messages": "hello"}\n')
+    assert any("heldout_prompts" in text and "line 4" in text for text in plan_job(job(eval_prompts=None)).obstacles)
+    assert not any("heldout_prompts" in text for text in plan_job(job(eval_prompts=None), stop="06_train").obstacles)
