@@ -36,7 +36,7 @@ test-full: $(STAMP)
 
 test-serving: $(STAMP)
 	@test -x "$(SERVING_PYTHON)" || { echo "set SERVING_PYTHON to the Python of an environment with vLLM"; exit 2; }
-	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON) $(NUM_PROMPTS)
+	$(BIN)/python -m tests.serving.check_vllm $(RUN) $(SERVING_PYTHON) "$(NUM_PROMPTS)" $(DTYPE)
 
 clean:
 	rm -rf .venv

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+UMASK = os.umask(0o022)  # it can only be read by setting it: here, before there is a second thread
+os.umask(UMASK)
+
 
 def fsync_folder(folder: Path) -> None:
     """Makes a rename inside `folder` durable (POSIX asks for an fsync of the directory itself)."""
@@ -23,8 +26,13 @@ def fsync_folder(folder: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """fsyncs `partial`, renames it to `final` (same folder) and fsyncs the folder."""
+    """fsyncs `partial`, renames it to `final` (same folder) and fsyncs the folder.
+
+    It gets the mode that the umask leaves to a new file: safetensors makes files that their owner alone may read, and a
+    server often runs as another user.
+    """
     with open(partial, "rb+") as f:
+        os.fchmod(f.fileno(), 0o666 & ~UMASK)
         os.fsync(f.fileno())
     os.replace(partial, final)
     fsync_folder(final.parent)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_lib.decoding.server import (
     Counters,
@@ -202,8 +201,7 @@ def _settled(server: Server, before: Counters, num_tokens: int) -> tuple[DraftCo
 def _read_back(partial: PartialFile) -> tuple[dict[str, ServedAnswer], set[float]]:
     """The answers of an earlier call by id, and when their servers were started, where that is known."""
     answers, started = {}, set()
-    for _, line in partial.lines():
-        row: dict[str, Any] = json.loads(line)
+    for _, row in partial.rows(dict):
         started.add(row.pop("server_started"))
         counts = row.pop("counts")
         if counts is not None:

@@ -1,8 +1,8 @@
 """Training checkpoints: whole folders, the newest used, old ones pruned.
 
 A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, AdamW moments) and `state.json`
-(step, best validation, seconds, hash of the store's plan). It is written as a hidden folder beside its place and
-renamed when everything in it is on disk, so a kill leaves the older checkpoint untouched.
+(step, best validation, seconds, hash of the store's plan, sha256 of the other file). It is written as a hidden folder
+beside its place and renamed when everything in it is on disk, so a kill leaves the older checkpoint untouched.
 """
 
 import os
@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_lib.files import fsync_folder, human_bytes, publish, read_json, write_json
+from dflash_lib.drafter.folder import DrafterError
+from dflash_lib.files import fsync_folder, hash_file, human_bytes, publish, read_json, write_json
 
 NUM_KEPT = 2
 
@@ -52,7 +53,8 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: d
     try:
         save_file(tensors, partial / ".state.safetensors")
         publish(partial / ".state.safetensors", partial / "state.safetensors")
-        write_json(partial / "state.json", {"step": step, **meta})
+        write_json(partial / "state.json", {"step": step, **meta,
+                                            "sha256": hash_file(partial / "state.safetensors")})
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk stays as it was before
         free = shutil.disk_usage(folder).free
@@ -73,8 +75,28 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and meta of the newest whole checkpoint, None when there is none."""
-    found = list_checkpoints(folder)
-    if not found:
-        return None
-    return load_file(found[-1] / "state.safetensors"), read_json(found[-1] / "state.json")
+    """Tensors and meta of the newest checkpoint whose checksum holds, None when there is none.
+
+    A damaged one is said on stdout, and moved aside to `damaged-...` when an older one is whole; when none is, a
+    DrafterError says so: to begin again from step 0 unasked would lose the training without a word.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            meta = read_json(path / "state.json")
+            if not isinstance(meta, dict) or not {"step", "best", "seconds", "store"} <= meta.keys():
+                raise ValueError("state.json is not a checkpoint's")
+            if hash_file(path / "state.safetensors") != meta.get("sha256"):
+                raise ValueError("state.safetensors is not what was written")
+        except (OSError, ValueError) as error:
+            print(f"{path}: damaged checkpoint, passed over ({error})", flush=True)
+            damaged.append((path, str(error)))
+            continue
+        for broken, _ in damaged:
+            os.rename(broken, broken.with_name(f"damaged-{broken.name}-{os.getpid()}"))
+        return load_file(path / "state.safetensors"), meta
+    if damaged:
+        path, reason = damaged[0]
+        raise DrafterError(f"{path}: damaged checkpoint ({reason}), and no whole one is left beside it. Remove "
+                           f"{folder} to train again from step 0.")
+    return None

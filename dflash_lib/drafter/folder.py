@@ -1,8 +1,9 @@
 """A trained drafter at rest: a folder with `config.json` and `model.safetensors`.
 
-config.json: `drafter` (DrafterConfig), `target` (identity of the target that it was trained for) and `training` (what
-is known of its training). model.safetensors: z-lab's parameter names in float32, and `draft_vocab` int64 [draft
-vocabulary] (ascending target ids) when the head is reduced. Embedding and head are the target's and not in it.
+config.json: `drafter` (DrafterConfig), `target` (identity of the target that it was trained for), `training` (what is
+known of its training), `sha256` (of the other file). model.safetensors: z-lab's parameter names in float32, and
+`draft_vocab` int64 [draft vocabulary] (ascending target ids) when the head is reduced. Embedding and head are the
+target's and not in it.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_lib.drafter.network import DFlashDrafter, DrafterConfig
-from dflash_lib.files import atomic_path, read_json, write_json
+from dflash_lib.files import atomic_path, hash_file, read_json, write_json
 
 
 class DrafterError(ValueError):
@@ -44,8 +45,9 @@ def save_drafter(folder: Path | str, drafter: TrainedDrafter) -> None:
         tensors["draft_vocab"] = drafter.draft_vocab
     with atomic_path(folder / "model.safetensors") as path:
         save_file(tensors, path, metadata={"format": "pt"})
+        sha256 = hash_file(path)
     write_json(folder / "config.json", {"drafter": drafter.config.to_dict(), "target": drafter.target,
-                                        "training": drafter.training})
+                                        "training": drafter.training, "sha256": sha256})
 
 
 def load_drafter(folder: Path | str) -> TrainedDrafter:
@@ -56,6 +58,9 @@ def load_drafter(folder: Path | str) -> TrainedDrafter:
             raise DrafterError(f"{folder}: no {name}; this is not a drafter folder, or its training has not finished")
     meta = read_json(folder / "config.json")
     try:
+        if "sha256" in meta and meta["sha256"] != hash_file(folder / "model.safetensors"):
+            raise DrafterError(f"{folder}: damaged drafter: model.safetensors is not what was written with "
+                               "config.json. Take it from a copy, or train again")
         tensors = load_file(folder / "model.safetensors")
         network = DFlashDrafter(DrafterConfig(**meta["drafter"]))
     except (SafetensorError, KeyError, TypeError) as error:

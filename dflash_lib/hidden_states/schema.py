@@ -84,7 +84,8 @@ def create_states(group: h5py.Group, name: str, shape: tuple[int, ...], encoding
     """Creates an empty bfloat16 dataset [N, ...] whose chunks are whole token rows, CHUNK_BYTES or somewhat less, so
     that the last one is about full: HDF5 stores whole chunks.
 
-    Times are not tracked: HDF5 files would differ by them alone.
+    Times are not tracked: HDF5 files would differ by them alone. Each chunk carries a Fletcher-32 checksum, which HDF5
+    compares at every read: bits that rot between verification and training are an error, not training data.
     """
     row_bytes = 2 * int(np.prod(shape[1:]))
     num_chunks = -(-shape[0] // max(1, CHUNK_BYTES // row_bytes))
@@ -96,6 +97,7 @@ def create_states(group: h5py.Group, name: str, shape: tuple[int, ...], encoding
     if encoding.zstd:
         settings.set_shuffle()
         settings.set_filter(ZSTD_FILTER, h5py.h5z.FLAG_MANDATORY, (ZSTD_LEVEL,))
+    settings.set_fletcher32()
     space = h5py.h5s.create_simple(shape)
     return h5py.Dataset(h5py.h5d.create(group.id, name.encode(), bfloat16_type(), space, settings))
 
@@ -149,3 +151,13 @@ def find_bad_rows(raw: np.ndarray) -> str:
     if infinite:
         return f"{infinite} of {magnitudes.size} rows not finite"
     return f"{zero} of {magnitudes.size} rows all zero" if zero else ""
+
+
+def has_digest(dataset: h5py.Dataset, digest) -> bool:
+    """Whether a dataset's attribute `sha256` is that of `digest` (a hashlib object over the values that were read)."""
+    return get_attribute(dataset, "sha256") == digest.hexdigest()
+
+
+def repair(shard: str) -> str:
+    """What to do about a damaged shard: resuming replaces shards that are absent or cannot be opened, no others."""
+    return f"Delete {shard} from the store and run 04_extract again: it makes this shard anew."

@@ -1,5 +1,6 @@
 """Reads a hidden-state store: whole samples, fast, from any number of processes."""
 
+import hashlib
 import json
 import os
 from collections import OrderedDict
@@ -13,7 +14,19 @@ from torch import Tensor
 
 from dflash_lib.files import human_bytes
 from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
-from dflash_lib.hidden_states.schema import AUX, LAST, SCHEMA, StoreError, from_raw, get_attribute, read_raw, shard_name
+from dflash_lib.hidden_states.schema import (
+    AUX,
+    LAST,
+    SCHEMA,
+    SMALL,
+    StoreError,
+    from_raw,
+    get_attribute,
+    has_digest,
+    read_raw,
+    repair,
+    shard_name,
+)
 
 NUM_OPEN_FILES = 32
 CACHE_BYTES = 16 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
@@ -86,6 +99,7 @@ class HiddenStateStore:
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
+        self._checked: set[int] = set()
         self._pid = os.getpid()
 
     @classmethod
@@ -182,22 +196,34 @@ class HiddenStateStore:
         """input_ids int32 [T] and loss_mask uint8 [T] of one sample, without its states."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
-        file = self.file(shard)
+        file = self._checked_file(shard)
         return file["input_ids"][start:stop], file["loss_mask"][start:stop]
+
+    def _checked_file(self, shard: int) -> h5py.File:
+        """`file`, whose small datasets were once compared with their checksums by this process. The states need no
+        such look: HDF5 compares each chunk's own checksum when it is read."""
+        file = self.file(shard)
+        if shard not in self._checked:
+            wrong = [name for name in SMALL if not has_digest(file[name], hashlib.sha256(file[name][:]))]
+            if wrong:
+                raise StoreError(f"{self.folder / shard_name(shard)}: {', '.join(wrong)}: not what was written. "
+                                 f"{repair(shard_name(shard))}")
+            self._checked.add(shard)
+        return file
 
     def read(self, sample_index: int) -> StoredSample:
         """One whole sample. Raises StoreError when the store lacks it or its bytes cannot be read."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
-        file = self.file(shard)
+        file = self._checked_file(shard)
         try:
             return StoredSample(
                 sample_index, file["input_ids"][start:stop], file["loss_mask"][start:stop],
                 from_raw(read_raw(file[AUX], start, stop)),
                 from_raw(read_raw(file[LAST], start, stop)) if LAST in file else None)
         except (OSError, KeyError) as error:
-            raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error})") \
-                from error
+            raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
+                             f"{repair(shard_name(shard))}") from error
 
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""

@@ -15,8 +15,9 @@ from dflash_lib.hidden_states.schema import (
     LAST,
     SMALL,
     StoreError,
-    get_attribute,
+    has_digest,
     read_raw,
+    repair,
     row_magnitudes,
     shard_name,
 )
@@ -74,7 +75,7 @@ def verify_store(store: HiddenStateStore, prepared: PreparedRows,
         try:
             _verify_shard(store, shard, prepared, faults)
         except OSError as error:
-            faults.add("checksums", 1, f"{shard_name(shard)}: {error}. {_repair(shard_name(shard))}")
+            faults.add("checksums", 1, f"{shard_name(shard)}: {error}. {repair(shard_name(shard))}")
         content = store.shards[shard]
         seen.update(content.sample_index.tolist())
         for entry in json.loads(content.quarantined):
@@ -139,11 +140,6 @@ def _verify_states(dataset: h5py.Dataset, content, where: str, faults: _Faults) 
     _compare_digest(dataset, digest, where, faults)
 
 
-def _repair(where: str) -> str:
-    """What to do about a shard that fails: resuming replaces shards that are absent or cannot be opened, no others."""
-    return f"Delete {where} from the store and run 04_extract again: it makes this shard anew."
-
-
 def _compare_digest(dataset: h5py.Dataset, digest, where: str, faults: _Faults) -> None:
-    if get_attribute(dataset, "sha256") != digest.hexdigest():
-        faults.add("checksums", 1, f"{where}: {dataset.name[1:]} differs from what was written. {_repair(where)}")
+    if not has_digest(dataset, digest):
+        faults.add("checksums", 1, f"{where}: {dataset.name[1:]} differs from what was written. {repair(where)}")

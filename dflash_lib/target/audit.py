@@ -8,6 +8,7 @@ at the perplexity of a short text.
 
 import math
 import re
+import statistics
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,10 @@ TEXT = (
     "bay. In winter, when there is a storm, the ferry sometimes has to wait until the next day."
 )
 MAX_TEXT_TOKENS = 128
-_VALUE_PROBLEMS = ("not finite", "all zero", "constant", "tied, yet different")  # of the full audit
+CHUNK = 256  # values: half a page of 16-bit ones, a quarter of 32-bit ones
+MOST_ZERO_ROWS = 0.1  # share of a matrix
+MOST_TIMES = 30.0  # in SmolLM2 and the tiny hybrid a matrix is 0.28 to 2.3 times its usual size
+_VALUE_PROBLEMS = ("not finite", "all zero", "constant", "partly zero", "out of scale", "tied, yet different")  # full
 _PROBLEMS = {
     "missing": "the files lack it, so it would be random",
     "wrong shape": "so it would be random",
@@ -39,6 +43,8 @@ _PROBLEMS = {
     "not finite": "NaN or infinity",
     "all zero": "every value is zero",
     "constant": "every value is the same",
+    "partly zero": "a hole, such as a piece of a download that was never written",
+    "out of scale": "larger or smaller by far than the same matrix of the other layers: was a scale lost?",
     "tied, yet different": "the configuration ties head and embedding, the files hold two different ones",
 }
 
@@ -151,35 +157,77 @@ def wrong_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter
 
 
 def bad_values(model: nn.Module) -> dict[str, list[str]]:
-    """Parameters that are not finite, all zero, or constant, each expert looked at by itself.
+    """Parameters that are not finite, all zero, constant, partly zero, or out of scale; each expert by itself.
 
     A vector or a bias may be constant where all of its kind are (norms and biases as they were initialised): it is
-    named only when another layer's is not.
+    named only when another layer's is not. A matrix is partly zero when it has a hole (a piece of a download that was
+    never written; see find_hole), the embedding and the head aside, whose unused rows may be zero. It is out of scale
+    when its values are MOST_TIMES times larger or smaller than in the same matrix of the other layers, of which there
+    must be at least two (a scale of one tensor was lost).
     """
-    found: dict[str, list[str]] = {"not finite": [], "all zero": [], "constant": []}
-    varied_kinds, constant_vectors = set(), []
+    found: dict[str, list[str]] = {kind: [] for kind in ("not finite", "all zero", "constant", "partly zero",
+                                                         "out of scale")}
+    varied_kinds, constant_vectors, scales = set(), [], {}
+    with_unused_rows = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     for name, parameter in model.named_parameters():
         is_vector = parameter.dim() < 2 or "bias" in name.rpartition(".")[2]
         slices = parameter.detach().flatten(1) if parameter.dim() == 3 and ".experts." in name else \
             parameter.detach().reshape(1, -1)
-        if parameter.element_size() == 1:
-            slices = slices.float()  # PyTorch has no minimum of 8-bit floats
-        low, high = (bound.float().cpu() for bound in torch.aminmax(slices, dim=1))  # NaN goes through
-        for i in range(len(low)):
-            label = name if len(low) == 1 else f"{name}[{i}]"
-            if not math.isfinite(low[i]) or not math.isfinite(high[i]):
+        lows, highs = chunk_bounds(slices)
+        for i, (low, high) in enumerate(zip(lows, highs, strict=True)):
+            label = name if len(lows) == 1 else f"{name}[{i}]"
+            smallest, largest = float(low.min()), float(high.max())
+            if not math.isfinite(smallest) or not math.isfinite(largest):
                 found["not finite"].append(label)
-            elif low[i] == high[i] and slices.shape[1] > 1:
+            elif smallest == largest and slices.shape[1] > 1:
                 if is_vector:
-                    constant_vectors.append((label, _kind(name), float(low[i])))
+                    constant_vectors.append((label, _kind(name), smallest))
                 else:
-                    found["all zero" if low[i] == 0 else "constant"].append(label)
+                    found["all zero" if smallest == 0 else "constant"].append(label)
             elif is_vector:
                 varied_kinds.add(_kind(name))
+            else:
+                magnitudes = torch.maximum(-low, high)
+                hole = find_hole(slices[i], parameter.shape[-1]) if bool((magnitudes == 0).any()) and (
+                    id(parameter) not in with_unused_rows) else ""
+                if hole:
+                    found["partly zero"].append(f"{label} ({hole})")
+                else:
+                    scales.setdefault(_kind(name), []).append((label, float(magnitudes.median())))
     for label, kind, value in constant_vectors:
         if kind in varied_kinds:
             found["all zero" if value == 0 else "constant"].append(label)
+    for same in scales.values():
+        usual = statistics.median(scale for _, scale in same)
+        found["out of scale"] += [f"{label} ({scale / usual:.3g} times)" for label, scale in same if len(same) >= 3
+                                  and not usual / MOST_TIMES <= scale <= usual * MOST_TIMES]
     return found
+
+
+def find_hole(values: Tensor, row_length: int) -> str:
+    """Where a matrix, given flat, has at least CHUNK zeros one after another; "" when it has not, and for whole rows of
+    zeros, up to MOST_ZERO_ROWS of all: trained models have dead neurons."""
+    edges = torch.diff((values == 0).to(torch.int8), prepend=values.new_zeros(1, dtype=torch.int8),
+                       append=values.new_zeros(1, dtype=torch.int8)).nonzero()[:, 0].cpu().view(-1, 2)
+    holes = [(start, end) for start, end in edges.tolist() if end - start >= CHUNK]
+    if all(start % row_length == end % row_length == 0 for start, end in holes) and (
+            sum(end - start for start, end in holes) <= MOST_ZERO_ROWS * len(values)):
+        return ""
+    start, end = max(holes, key=lambda hole: hole[1] - hole[0])
+    return f"{end - start} zeros from value {start} of {len(values)} on"
+
+
+def chunk_bounds(slices: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of every CHUNK values of each row (the last chunk is shorter): float32 [rows, chunks]
+    each, on the CPU; NaN where there is one."""
+    if slices.element_size() == 1:
+        slices = slices.float()  # PyTorch has no minimum of 8-bit floats
+    whole = slices.shape[1] // CHUNK * CHUNK
+    parts = [torch.aminmax(slices[:, :whole].unflatten(1, (-1, CHUNK)), dim=2)] if whole else []
+    if whole < slices.shape[1]:
+        parts.append(torch.aminmax(slices[:, whole:], dim=1, keepdim=True))
+    return (torch.cat([part.min for part in parts], dim=1).float().cpu(),
+            torch.cat([part.max for part in parts], dim=1).float().cpu())
 
 
 def _kind(name: str) -> str:

@@ -30,8 +30,12 @@ KNOWN_SINCE = {"gemma3": "4.50.0", "qwen3": "4.51.0", "qwen3_moe": "4.51.0", "ge
                "qwen3_next": "4.57.0", "qwen3_5": "5.2.0", "qwen3_5_moe": "5.2.0"}
 
 MOST = 2 ** 24
+_QWEN3 = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_LINEAR = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
+           "linear_conv_kernel_dim")
 SIZES = {"num_hidden_layers": 10_000, "hidden_size": MOST, "intermediate_size": MOST, "num_attention_heads": MOST,
-         "num_key_value_heads": MOST, "head_dim": MOST, "vocab_size": MOST, "max_position_embeddings": 2 ** 40}
+         "num_key_value_heads": MOST, "head_dim": MOST, "vocab_size": MOST, "max_position_embeddings": 2 ** 40,
+         "mtp_num_hidden_layers": 10_000}
 
 
 def read_config(path: Path | str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -71,7 +75,7 @@ def _check_sizes(values: dict[str, Any], where: Path) -> None:
     """Raises TargetError for sizes that no model has: they would be found in the middle of loading, in other words."""
     for name, most in SIZES.items():
         value = values.get(name)
-        if isinstance(value, int) and not 1 <= value <= most:
+        if isinstance(value, int) and not (0 if name == "mtp_num_hidden_layers" else 1) <= value <= most:
             raise TargetError(f"{where}: {name} is {value}, which no model has. Download it again.")
 
 
@@ -84,7 +88,7 @@ def check_generation_config(path: Path | str) -> None:
     ends = _read(where).get("eos_token_id")
     if ends is None:
         return
-    if not all(type(token) is int and token >= 0 for token in (ends if isinstance(ends, list) else [ends])):
+    if ends == [] or not all(type(end) is int and end >= 0 for end in (ends if isinstance(ends, list) else [ends])):
         raise TargetError(f"{where}: eos_token_id must be a token id or a list of them, found {ends!r}")
 
 
@@ -138,16 +142,25 @@ def without_weights(config: PreTrainedConfig, path: Path | str, dtype: torch.dty
                     trust_remote_code: bool = False) -> nn.Module:
     """The model of a text tower's configuration (see `text_tower`) on PyTorch's meta device: real modules, no memory.
 
-    Raises TargetError when its values do not make one, or when width or depth are not named: Transformers would fill in
+    Raises TargetError when its values do not make one, or when width or depth are not named, or for Qwen3 and its
+    followers, whose files name them all, anything that decides about shapes or positions: Transformers would fill in
     those of some other model.
     """
     raw = _read(Path(path) / "config.json")
     others = [section for key, section in raw.items() if not re.search("vision|audio", key)]
     sections = [raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw, *others]
-    for name in ("hidden_size", "num_hidden_layers"):
+    for name in ("hidden_size", "num_hidden_layers", *(_QWEN3 if config.model_type.startswith("qwen3") else ()),
+                 *(_LINEAR if "linear_attention" in (getattr(config, "layer_types", None) or ()) else ())):
+        if name == "intermediate_size" and "moe" in config.model_type:
+            name = "moe_intermediate_size"
         names = (name, config.attribute_map.get(name, name))
         if not any(key in section for section in sections if isinstance(section, dict) for key in names):
             raise TargetError(f"{path}/config.json: names no {name}. Is it the whole file of the publisher?")
+    if config.model_type.startswith("qwen3") and not any(
+            key in section for section in sections if isinstance(section, dict)
+            for key in ("rope_theta", "rope_parameters")):  # any base makes a model that works, and is the wrong one
+        raise TargetError(f"{path}/config.json: names no rope_parameters (nor rope_theta), the base of its positions. "
+                          "Is it the whole file of the publisher?")
     with configuration_faults(path), torch.device("meta"):
         network = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=trust_remote_code, **({} if dtype is None else {"dtype": dtype}))
@@ -187,6 +200,11 @@ def _dequantising(scheme: dict[str, Any], path: Path) -> dict[str, Any]:
     if method == "fp8" and not is_accelerate_available():
         raise TargetError(f"{path}: FP8 weights, for which Transformers needs the package accelerate: "
                           "pip install accelerate. Or use the bf16 checkpoint.")
+    block = scheme.get("weight_block_size")
+    if block is not None and not (isinstance(block, list | tuple) and len(block) == 2 and
+                                  all(isinstance(side, int) and side > 0 for side in block)):
+        raise TargetError(f"{path}/config.json: quantization_config.weight_block_size is {block!r}; two numbers above "
+                          "0 are needed, such as [128, 128]. Download it again.")
     kept = [_module_name(name) for name in scheme.get("modules_to_not_convert") or scheme.get("ignored_layers") or []]
     return {**scheme, "dequantize": True, "modules_to_not_convert": [name for name in kept if name is not None]}
 

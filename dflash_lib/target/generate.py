@@ -45,7 +45,8 @@ def generate_batch(target: Target, prompts: list[list[int]], max_new_tokens: int
     """Continues each prompt (token ids) greedily by up to `max_new_tokens` tokens.
 
     The target's own choices: penalties and other habits in its generation_config.json do not apply here, since
-    verifying drafts knows no such thing. Raises TargetError for an empty prompt.
+    verifying drafts knows no such thing. Raises TargetError for an empty prompt, and for one that leaves no room for
+    the answer within the target's positions.
     """
     if not prompts:
         return []
@@ -53,6 +54,10 @@ def generate_batch(target: Target, prompts: list[list[int]], max_new_tokens: int
         raise TargetError(f"generate: prompt {prompts.index([])} is empty; at least one token is needed")
     stop = stop_token_ids(target)
     longest = max(map(len, prompts))
+    most = getattr(target.config, "max_position_embeddings", None)
+    if most is not None and longest + max_new_tokens > most:
+        raise TargetError(f"generate: a prompt of {longest} tokens and {max_new_tokens} more are beyond the target's "
+                          f"{most} positions (max_position_embeddings); take it out, or ask for fewer tokens")
     input_ids = torch.full((len(prompts), longest), stop[0], dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
     for row, prompt in enumerate(prompts):

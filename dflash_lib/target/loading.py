@@ -112,7 +112,10 @@ def load_tokenizer(path: Path | str, trust_remote_code: bool = False) -> PreTrai
     broken generation_config.json, which says with which tokens turns end."""
     check_generation_config(path)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        if not len(tokenizer):
+            raise ValueError("its vocabulary is empty")
+        return tokenizer
     except Exception as error:  # a damaged tokenizer.json raises whatever its parser does, even plain Exception
         lacks = "" if (Path(path) / "tokenizer.json").is_file() else "no tokenizer.json; is the download complete? "
         raise TargetError(f"{path}: no usable tokenizer here ({lacks}{type(error).__name__}: {error})") from error
@@ -155,7 +158,8 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def check_device(device: str) -> None:
     """Raises TargetError unless PyTorch can put a tensor on `device`."""
     try:
-        torch.empty(1, device=device)
+        if torch.empty(1, device=device).is_meta:
+            raise NotImplementedError("it holds no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise TargetError(f"device {device!r} asked for, but PyTorch cannot use it ({reason}). "
@@ -203,6 +207,11 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
         for parameter in wrong_dtypes(model, dtype).values():
             if parameter.dtype.itemsize > 1:  # 8 bits: a scale was not applied, which the audit must see
                 parameter.data = parameter.data.to(dtype)
+    ends = model.generation_config.eos_token_id
+    rows = model.get_input_embeddings().weight.shape[0]
+    if ends is not None and max(ends if isinstance(ends, list) else [ends]) >= rows:
+        raise TargetError(f"{path}/generation_config.json: eos_token_id {ends} is no row of the embedding, which has "
+                          f"{rows}: no turn would ever end")
     model.eval().requires_grad_(False).to(device)
     report = _report(path, model, tokenizer, checkpoint, info, config, dtype, device, free, audit, max_perplexity)
     report.refuse_if_bad()

@@ -83,8 +83,8 @@ def _sample(target: Target, prefix: list[int], options: PromptOptions, partial: 
     (a line of it is what a batch had that was new)."""
     prompts: dict[str, None] = {}  # ordered, each once
     batches = 0
-    for _, line in partial.lines():
-        prompts.update(dict.fromkeys(json.loads(line)))
+    for _, new in partial.rows(list):
+        prompts.update(dict.fromkeys(new))
         batches += 1
     start = min(len(prompts), options.num_prompts)
     with Progress(options.num_prompts, "prompts", "prompts", start=start) as progress:

@@ -120,7 +120,7 @@ def regenerate(target: Target, source: Path | str, out: Path | str, options: Reg
 def _answer(target: Target, template: ChatTemplate, conversations: list[Conversation], options: RegenerateOptions,
             partial: PartialFile) -> dict[str, int]:
     """Answers what the partial file does not have yet; returns where in it each conversation's row begins, by id."""
-    where = {parse_conversation(json.loads(line), str(partial.path)).id: at for at, line in partial.lines()}
+    where = {parse_conversation(row, str(partial.path)).id: at for at, row in partial.rows(dict)}
     by_size = sorted(conversations, key=lambda c: (len(c.messages), len(c.messages[0]["content"])))
     with Progress(len(conversations), "regenerate", "conversations", start=len(where)) as progress:
         for start in range(0, len(by_size), options.batch_size):

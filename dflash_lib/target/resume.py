@@ -5,12 +5,13 @@ refused. Both are gone once `OUT` is there.
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_lib.files import read_json, write_json
+from dflash_lib.files import nearest_existing, read_json, write_json
 
 
 class PartialFile:
@@ -24,7 +25,11 @@ class PartialFile:
     def __init__(self, out: Path, settings: dict[str, Any], defaults: dict[str, Any] | None = None):
         refuse_existing(out)
         self.path, self.settings_path = Path(f"{out}.partial"), Path(f"{out}.partial.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"{out}: {nearest_existing(out.parent)} is a file, so no folder can be made there") \
+                from error
         is_begun = self.path.exists()
         self.file = open(self.path, "ab")
         try:  # the kernel gives the lock back, whatever ends the process
@@ -47,7 +52,11 @@ class PartialFile:
         if not self.settings_path.exists():
             raise ValueError(f"{self.path}: its settings file {self.settings_path.name} is missing, so what wrote it "
                              "is not known. Remove it to start anew.")
-        before = defaults | read_json(self.settings_path)
+        before = read_json(self.settings_path)
+        if not isinstance(before, dict):
+            raise ValueError(f"{self.settings_path}: damaged, so with which settings {self.path.name} was begun is not "
+                             "known. Remove both to start anew.")
+        before = defaults | before
         changed = {key: [before.get(key), settings[key]] for key in settings if before.get(key) != settings[key]}
         if changed:
             raise ValueError(f"{self.path}: begun with other settings: {changed} (before, now). Remove it to start "
@@ -59,14 +68,22 @@ class PartialFile:
     def __exit__(self, *_) -> None:
         self.file.close()
 
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """(position, line) of each whole line. A line that a kill cut short is taken off the file behind them."""
+    def rows(self, kind: type) -> Iterator[tuple[int, Any]]:
+        """(position, value) of each whole line, each a JSON value of `kind`. A line that a kill cut short is taken off
+        the file behind them; any other that is damaged is a ValueError that names it."""
         whole = 0
         with open(self.path, "rb") as f:
-            for line in f:
+            for number, line in enumerate(f, 1):
                 if not line.endswith(b"\n"):
                     break
-                yield whole, line
+                try:
+                    value = json.loads(line)
+                except ValueError:
+                    value = None
+                if not isinstance(value, kind):
+                    raise ValueError(f"{self.path}, line {number}: damaged. Remove the lines from this one on (head -n "
+                                     f"{number - 1}); what they held is made again.")
+                yield whole, value
                 whole += len(line)
         os.truncate(self.path, whole)
 

@@ -5,6 +5,7 @@ and what this machine has free are all that is looked at. Hours are those of the
 earlier run of this job measured.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.capture import default_layer_ids
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.hub import find_cached, is_hub_id
-from dflash_lib.target.loading import load_tokenizer
+from dflash_lib.target.loading import check_device, load_tokenizer, read_config
 from dflash_lib.target.memory import free_memory
 from dflash_lib.workbench.capacity import TargetSize, bytes_per_token, data_size, prepare_options, target_size
 from dflash_lib.workbench.doctor import RED, version_lines
@@ -30,12 +31,10 @@ from dflash_lib.workbench.gpu_plan import Limits, Rates, Work, measured_rates, p
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
 from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
 from dflash_lib.workbench.pipeline import choose_notebooks
-from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder
+from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
 
 DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
-COUNTS = ("max_length", "num_aux_layers", "token_budget", "num_workers", "gpus", "epochs", "eval_prompts",
-          "eval_max_new_tokens", "num_statistics_samples", "decode_tokens_s", "steps")  # that nothing else checks
 DECODINGS = 2  # how often 07_evaluate decodes each prompt, about: plain and speculative
 
 
@@ -90,8 +89,8 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     """
     params = resolve_parameters(read_parameters_file(params_file), all_declarations(notebook_paths()), str(params_file))
     chosen = [path.stem for path in choose_notebooks(notebook_paths(), start, stop, only)]
-    _check_counts(params, str(params_file))
-    folder = (runs_dir or runs_folder(params)) / (run_id or Path(params_file).stem)
+    prepare_options(params)  # its options are right
+    folder = run_folder(params, params_file, runs_dir, run_id)
     plan = JobPlan(params_file=str(params_file), folder=folder)
     config_folder, here = find_config(params)
     size = target_size(config_folder)
@@ -137,6 +136,9 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
         StagePlan(notebook="07_evaluate", resources=one, memory=capture.static, reads=weights,
                   hours=load + decoded / params["decode_tokens_s"] / 3600)]
     plan.stages = [stage for stage in plan.stages if stage.notebook in chosen]
+    most = getattr(read_config(config_folder).get_text_config(), "max_position_embeddings", None) or math.inf
+    if params["max_length"] > most:
+        plan.obstacles.append(f"max_length: {params['max_length']} is beyond the target's {most} positions")
     plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_samples(params, num_samples),
                        *_too_few_devices(params), *_too_little_memory(plan, params),
                        *_disks(store, folder, num_tokens * each),
@@ -238,6 +240,10 @@ def _heldout_prompts(params: dict[str, Any], here: Path | None, plan: JobPlan) -
 
 def _too_few_devices(params: dict[str, Any]) -> list[str]:
     if not params["device"].startswith("cuda"):
+        try:
+            check_device(params["device"])
+        except TargetError as error:
+            return [str(error)]
         return []
     num = torch.cuda.device_count()
     if num == 0:
@@ -286,14 +292,6 @@ def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: floa
     return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['gpus']} {each_a} with "
             f"{disk / 1e12:.3g} TB of disk (parameters gpus, epochs; not this job's stages, which stand below): "
             f"{plan.sentence()}{ours}"]
-
-
-def _check_counts(params: dict[str, Any], where: str) -> None:
-    """Raises ValueError for a count or rate of 0 or less, which would divide by it or plan nothing."""
-    wrong = [f"{name} {params[name]}" for name in COUNTS if params[name] is not None and not params[name] > 0]
-    if wrong:
-        raise ValueError(f"{where}: above 0 is needed for {', '.join(wrong)}")
-    prepare_options(params)
 
 
 def _disks(store: Path, folder: Path, needed: float) -> list[str]:

@@ -10,6 +10,8 @@ notebook knows and goes on without it.
 
 import ast
 import difflib
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,20 @@ from dflash_lib.files import read_json
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": type(None)}
 RUN_DIR = "run_dir"  # declared by every notebook, set by the pipeline, never in a parameter file
+
+
+# What a value must be, wherever it stands: (operator, limit); None, where it is allowed, is looked at by nobody here.
+BOUNDS = {
+    **{name: (">=", 1) for name in (
+        "max_samples", "num_aux_layers", "token_budget", "samples_per_shard", "num_workers", "threads",
+        "num_trial_samples", "num_statistics_samples", "num_drafter_layers", "drafter_intermediate_size",
+        "draft_vocab_size", "steps", "batch_samples", "anchors_per_sample", "slots_per_anchor", "validation_samples",
+        "validation_interval", "gpus", "epochs", "eval_prompts")},
+    **{name: (">=", 2) for name in ("max_length", "block_size", "eval_max_new_tokens")},
+    **{name: (">=", 0) for name in ("warmup_steps", "seed", "mask_token_id", "kl_weight", "average", "load_s")},
+    **{name: (">", 0) for name in ("learning_rate", "gamma", "extract_tokens_s", "train_tokens_s", "decode_tokens_s",
+                                   "disk_mb_s", "max_disk_tb", "max_hours")}}
+NEEDED = ("model", "conversations", "heldout_prompts")  # paths that may not be empty: that would be the repository
 
 
 class ParameterError(ValueError):
@@ -108,13 +124,15 @@ def convert(value: Any, parameter: Parameter, where: str) -> Any:
     if None in kinds:
         raise ParameterError(f"{where}: annotation {parameter.annotation!r} is not understood; "
                              f"use {', '.join(TYPES)} and |")
-    if type(value) in kinds:
-        return value
-    if float in kinds and type(value) in (int, str):
+    if float in kinds and type(value) in (int, float, str):
         try:
-            return float(value)
-        except ValueError:
-            pass  # a word where a number belongs: refused below with the others
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan  # a word where a number belongs
+        if math.isfinite(number):
+            return number
+    elif type(value) in kinds:
+        return value
     raise ParameterError(f"{where}: {parameter.name} must be {parameter.annotation}, found {value!r} "
                          f"({type(value).__name__})")
 
@@ -126,12 +144,29 @@ def read_parameters_file(path: Path | str) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: no such parameter file")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        _num_values(values)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ParameterError(f"{path}: not valid YAML ({error})") from error
     values = {} if values is None else values
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ParameterError(f"{path}: expected lines `name: value`")
     return values
+
+
+MOST_VALUES, MOST_LEVELS = 10_000, 20
+
+
+def _num_values(value: Any, level: int = 0) -> int:
+    """Values in lists and mappings, those that aliases repeat counted each time. Raises ParameterError beyond what any
+    parameter file needs: a few lines of aliases can stand for more than memory holds."""
+    if level > MOST_LEVELS:
+        raise ParameterError(f"a parameter file's values are nested {MOST_LEVELS} deep at most")
+    found = 1
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        found += _num_values(part, level + 1)
+        if found > MOST_VALUES:
+            raise ParameterError(f"a parameter file holds {MOST_VALUES} values at most, aliases counted")
+    return found
 
 
 def resolve_parameters(values: dict[str, Any], declarations: dict[str, dict[str, Parameter]],
@@ -157,6 +192,7 @@ def resolve_parameters(values: dict[str, Any], declarations: dict[str, dict[str,
     for name, declared in known.items():
         if name in values:
             resolved[name] = convert(values[name], declared[0], where)
+            _check_value(name, resolved[name], where)
             continue
         for other in declared[1:]:
             if other.default != declared[0].default:
@@ -167,13 +203,36 @@ def resolve_parameters(values: dict[str, Any], declarations: dict[str, dict[str,
     return resolved
 
 
+def _check_value(name: str, value: Any, where: str) -> None:
+    """Raises ParameterError for a value out of its bounds."""
+    if name in NEEDED and value == "":
+        raise ParameterError(f"{where}: {name} is empty; give a path")
+    if name in BOUNDS and isinstance(value, int | float):
+        operator, limit = BOUNDS[name]
+        if not (value >= limit if operator == ">=" else value > limit):
+            raise ParameterError(f"{where}: {name} must be {operator} {limit}, found {value!r}")
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice: YAML would silently keep the last."""
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last, and that takes decimal
+    integers only: YAML 1.1 reads 010 as 8 and 1:30 as 90; here they are text, which no number's place takes."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         twice = {str(key) for key in keys if keys.count(key) > 1}
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"given twice: {', '.join(sorted(twice))}",
                                                     node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+_INT = "tag:yaml.org,2002:int"
+_UniqueKeyLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT and not (
+        tag == "tag:yaml.org,2002:float" and ":" in pattern.pattern)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_UniqueKeyLoader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_UniqueKeyLoader.add_implicit_resolver(  # YAML 1.1's without its sexagesimal numbers
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    list("-+0123456789."))

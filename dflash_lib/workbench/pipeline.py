@@ -38,7 +38,7 @@ from dflash_lib.workbench.runs import (
     input_path,
     load_record,
     notebook_paths,
-    runs_folder,
+    run_folder,
     write_params,
 )
 
@@ -95,8 +95,7 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
         if params.get(name) and not input_path(name, params[name]).exists():
             raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
-    runs = options.runs_dir or runs_folder(params)
-    result = PipelineResult(runs / (options.run_id or Path(options.params_file).stem))
+    result = PipelineResult(run_folder(params, options.params_file, options.runs_dir, options.run_id))
     result.folder.mkdir(parents=True, exist_ok=True)
     with run_lock(result.folder), _sigterm_interrupts():
         _say_changed(result.folder, params, stream)
@@ -177,13 +176,13 @@ def stage_key(notebook: Path, params: dict[str, Any], folder: Path) -> dict[str,
     cells = [[cell["cell_type"], "".join(cell["source"])] for cell in read_notebook(notebook)["cells"]]
     inputs = {}
     memory_file = folder / "stages" / "hashes.json"
-    memory = read_json(memory_file) if memory_file.is_file() else {}
+    memory = _noted(memory_file)
     for name in INPUT_PARAMETERS:
         if isinstance(params.get(name), str) and params[name]:
             path = input_path(name, params[name])
             signature = file_signature(path)
             known = memory.get(str(path))
-            if known is None or known["signature"] != signature:
+            if not isinstance(known, dict) or known.get("signature") != signature or "sha256" not in known:
                 known = {"signature": signature, "sha256": hash_value(
                     [[file, hash_file(path / file)] for file in sorted(signature)])}
                 memory[str(path)] = known
@@ -192,30 +191,46 @@ def stage_key(notebook: Path, params: dict[str, Any], folder: Path) -> dict[str,
     return {"parameters": params, "inputs": inputs, "notebook": hash_value(cells), "package": hash_tree(PACKAGE)}
 
 
+def _noted(path: Path) -> dict[str, Any]:
+    """A file of stages/, {} when it is absent or damaged: whatever it says can be found out again."""
+    try:
+        value = read_json(path) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def why_stale(folder: Path, name: str, key: dict[str, Any]) -> str:
     """Why the stage has to be executed, or "" when it is current."""
-    stage_file = folder / "stages" / f"{name}.json"
-    record = load_record(folder, name)
-    if record is None or not stage_file.is_file():
+    stage = _noted(folder / "stages" / f"{name}.json")
+    try:
+        record = load_record(folder, name)
+    except RunError:
+        return "its results are damaged"
+    if record is not None and not {"read_results", "files", "written", "passed", "checks"} <= record.keys():
+        return "its results are damaged"
+    if record is None or not {*key, "results_file"} <= stage.keys():
         return "not finished before"
-    stage = read_json(stage_file)
     if stage["results_file"] != hash_file(folder / "results" / f"{name}.json"):
         return "its results were written by hand since"
     for what, now in key.items():
         before = stage[what]
         if before == now:
             continue
-        if isinstance(now, dict):
+        if isinstance(now, dict) and isinstance(before, dict):
             changed = [k for k in {**before, **now} if before.get(k, ...) != now.get(k, ...)]
             return f"changed {what}: {', '.join(changed)}"
         return f"the {what}'s source changed"
     for other, before in record["read_results"].items():
-        theirs = load_record(folder, other)
+        try:
+            theirs = load_record(folder, other)
+        except RunError:
+            theirs = None
         if theirs is None or hash_value(theirs["results"]) != before:
             return f"the results of {other} changed"
     rewritten = _written_later(folder, name)
     for path, before in record["files"].items():
-        now = file_signature(Path(path))
+        now = file_signature(folder / path)  # below the run folder where it is relative
         for file, signature in before.items():
             if now.get(file) != signature and (now.get(file) is None
                                                or rewritten.get(str(Path(path) / file)) != now[file]):
@@ -228,7 +243,12 @@ def _written_later(folder: Path, name: str) -> dict[str, list[int]]:
     what the training left there."""
     found = {}
     for path in sorted((folder / "results").glob("*.json")):
-        record = read_json(path) if path.stem > name else {"files": {}, "written": []}
+        try:
+            record = load_record(folder, path.stem) if path.stem > name else None
+        except RunError:
+            continue  # that notebook is executed again, and says so
+        if record is None:
+            continue
         for touched, signatures in record["files"].items():
             found |= {file: signature for part, signature in signatures.items()
                       if (file := str(Path(touched) / part)) in record["written"]}

@@ -11,6 +11,7 @@ import datetime
 import io
 import math
 import os
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,6 +86,19 @@ def input_path(parameter: str, value: str | Path) -> Path:
 def runs_folder(params: dict[str, Any]) -> Path:
     """Where a job's run folders go: its parameter `runs_dir`, relative to the repository, or runs/."""
     return REPOSITORY / Path(params.get("runs_dir") or "runs").expanduser()
+
+
+def run_folder(params: dict[str, Any], params_file: Path | str, runs_dir: Path | None = None,
+               run_id: str | None = None) -> Path:
+    """The folder of a job's run: `run_id`, or the parameter file's name, below `runs_dir`, or the job's own.
+
+    Raises RunError for an id that is no plain name of a folder.
+    """
+    run_id = Path(params_file).stem if run_id is None else run_id
+    if not re.fullmatch(r"[\w.+=,@ -]{1,100}", run_id) or run_id.strip(". ") == "" or run_id != run_id.strip():
+        raise RunError(f"run id {run_id[:200]!r}: use a plain name of up to 100 letters, digits and . _ - + = , @; "
+                       "--runs-dir says where its folder goes")
+    return (runs_dir or runs_folder(params)) / run_id
 
 
 class Run:
@@ -181,7 +195,7 @@ class Run:
             raise ValueError(f"headline_figure {headline_figure!r} was not saved; saved: "
                              f"{[f['name'] for f in self.figures]}")
         results = to_json(results or {}, "results")
-        files = {str(path): file_signature(path) for path in sorted(self._touched)}
+        files = {self._recorded(path): file_signature(path) for path in sorted(self._touched)}
         written = [str(Path(path) / file) for path, signature in files.items()
                    for file, (_, mtime_ns) in signature.items() if mtime_ns >= self.began_ns]
         failed = [check for check in self.checks if not check.passed]
@@ -198,6 +212,11 @@ class Run:
                               + "; ".join(map(str, failed)))
         rows = {name: show(value) for name, value in results.items() if not isinstance(value, dict | list)}
         return pd.DataFrame({"value": rows.values()}, index=pd.Index(rows.keys(), name=self.notebook))
+
+
+    def _recorded(self, path: Path) -> str:
+        """A path as results hold it: relative below the run folder, so that a copied run is judged by its own files."""
+        return str(path.relative_to(self.folder)) if path.is_relative_to(self.folder) else str(path)
 
 
 def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) -> Run:
@@ -250,9 +269,17 @@ def write_params(folder: Path, params: dict[str, Any]) -> None:
 
 
 def load_record(folder: Path, notebook: str) -> dict[str, Any] | None:
-    """What a notebook's `finish` wrote, or None."""
+    """What a notebook's `finish` wrote, or None. Raises RunError when the file is not that."""
     path = folder / "results" / f"{notebook}.json"
-    return read_json(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        record = read_json(path)
+    except ValueError as error:
+        raise RunError(f"{error} Run {notebook} again.") from error
+    if not isinstance(record, dict) or not isinstance(record.get("results"), dict):
+        raise RunError(f"{path}: these are not the results of a notebook. Run {notebook} again.")
+    return record
 
 
 def file_signature(path: Path) -> dict[str, list[int]]:

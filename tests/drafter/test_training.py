@@ -351,3 +351,31 @@ def test_interrupting_the_launcher_saves_the_training(tiny_store, tiny_llama, tm
         start_training(tmp_path / "drafter", **job)
     saved, = list_checkpoints(tmp_path / "drafter" / "checkpoints")
     assert read_json(saved / "state.json")["step"] >= 2
+
+
+def rot(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: rot(folder / "state.safetensors"), lambda folder: os.truncate(folder / "state.safetensors", 100),
+    lambda folder: (folder / "state.json").write_text("{}"), lambda folder: (folder / "state.json").write_text("[]"),
+    lambda folder: (folder / "state.json").write_text("{"), lambda folder: (folder / "state.safetensors").unlink()])
+def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(tiny_store, tiny_llama, tmp_path, capsys, damage):
+    options = replace(OPTIONS, steps=8)
+    Trainer(tiny_store, tiny_llama, tmp_path, options).run()
+    old, new = list_checkpoints(tmp_path / "checkpoints")
+    before = {name: tensor.clone() for name, tensor in load_file(new / "state.safetensors").items()}  # it is mapped
+    damage(new)
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, options)
+    assert trainer.step == 4 and f"{new}: damaged checkpoint, passed over" in capsys.readouterr().out
+    trainer.run()
+    again = load_file(new / "state.safetensors")
+    assert all(torch.equal(before[name], again[name]) for name in before)
+    damage(old)
+    damage(new)
+    with pytest.raises(DrafterError, match="step-00000008: damaged checkpoint .*, and no whole one is left"):
+        Trainer(tiny_store, tiny_llama, tmp_path, options)
+    assert list_checkpoints(tmp_path / "checkpoints") == [old, new]  # nothing is thrown away

@@ -106,6 +106,9 @@ def test_bad_drafter_folders_are_refused(tiny_llama, tiny_qwen3_5, tmp_path):
     (cut / "model.safetensors").write_bytes(data[:len(data) // 2])
     with pytest.raises(DrafterError, match="damaged"):
         load_drafter(cut)
+    (cut / "model.safetensors").write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])  # one bit of one weight
+    with pytest.raises(DrafterError, match="damaged drafter: model.safetensors is not what was written"):
+        load_drafter(cut)
     config = json.loads((good / "config.json").read_text())
     config["drafter"]["intermediate_size"] = 100
     (good / "config.json").write_text(json.dumps(config))

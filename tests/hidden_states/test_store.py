@@ -283,3 +283,21 @@ class FullFile:
 
     def __getattr__(self, name):
         return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("dataset", [AUX, LAST, "input_ids", "loss_mask"])
+def test_bits_that_rot_are_an_error_when_they_are_read(made, copied, dataset):
+    """Long after verification: the size and the time of the file may be as they were."""
+    path = copied / shard_name(1)
+    with h5py.File(path) as file:
+        data = file[dataset].id
+        place = data.get_chunk_info(0).byte_offset if file[dataset].chunks else data.get_offset()
+    raw = bytearray(path.read_bytes())
+    raw[place + 3] ^= 1
+    path.write_bytes(raw)
+    with HiddenStateStore.open(copied) as store, HiddenStateStore.open(made) as sound:
+        for index in store.plan.samples_of(0):
+            assert torch.equal(store.read(index).aux_hidden_states, sound.read(index).aux_hidden_states)
+        with pytest.raises(StoreError, match="shard-00001.h5.*Delete shard-00001.h5 from the store and run 04_extract"):
+            for index in store.plan.samples_of(1):
+                store.read(index)

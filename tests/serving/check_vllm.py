@@ -1,8 +1,10 @@
 """The exported drafter in a real vLLM server: `python -m dflash_lib served` against it.
 
 usage: python -m tests.serving.check_vllm RUN SERVING_PYTHON [NUM_PROMPTS [DTYPE]]. RUN: a run folder with results of
-07_evaluate; SERVING_PYTHON: the Python of an environment with vLLM. Starts the server on a free port with the run's
-target and export, waits for it, compares, and ends it whatever happens. Exits as `served` does. Outside CI.
+07_evaluate; SERVING_PYTHON: the Python of an environment with vLLM; DTYPE: what vLLM computes in, by default float32,
+and bfloat16 for targets with linear attention, whose kernel in vLLM's CPU build knows nothing else. Starts the server
+on a free port with the run's target and export, waits for it, compares, and ends it whatever happens; its log stays in
+RUN/served/server.log. Exits as `served` does. Outside CI.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from dflash_lib.__main__ import main as dflash
 from dflash_lib.launch import die_with_parent
+from dflash_lib.target.loading import read_config
 from dflash_lib.workbench.runs import input_path, load_record
 
 START_S = 1800.0  # on a busy machine vLLM's CPU build takes minutes
@@ -34,9 +37,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def vllm_server(python: str, target: Path, drafter: Path, num_drafts: int, dtype: str) -> Iterator[str]:
-    """The base URL of a vLLM server that drafts `num_drafts` tokens with the export `drafter`. Raises RuntimeError with
-    the end of its log when it does not come up."""
+def vllm_server(python: str, target: Path, drafter: Path, num_drafts: int, dtype: str, log: Path) -> Iterator[str]:
+    """The base URL of a vLLM server that drafts `num_drafts` tokens with the export `drafter`, and writes `log`. Raises
+    RuntimeError with the end of its log when it does not come up."""
     url = f"http://127.0.0.1:{free_port()}"
     speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": num_drafts}
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", url.split(":")[-1],
@@ -47,7 +50,6 @@ def vllm_server(python: str, target: Path, drafter: Path, num_drafts: int, dtype
     environment.pop("PYTHONPATH", None)
     parent = os.getpid()
     with tempfile.TemporaryDirectory() as folder:  # vLLM must not import this checkout by its working directory
-        log = Path(folder) / "server.log"
         with open(log, "wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder,
                                        start_new_session=True, preexec_fn=lambda: die_with_parent(parent))
@@ -80,7 +82,7 @@ def end(process: subprocess.Popen) -> None:
             process.wait(GRACE_S)
 
 
-def main(run: str, python: str, num_prompts: str = "", dtype: str = "float32") -> int:
+def main(run: str, python: str, num_prompts: str = "", dtype: str = "") -> int:
     """Serves and compares; the exit code of `served`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the server
     folder = Path(run).resolve()
@@ -89,7 +91,14 @@ def main(run: str, python: str, num_prompts: str = "", dtype: str = "float32") -
         raise SystemExit(f"{folder}: no results of 07_evaluate; run `make demo` first")
     target = input_path("model", record["parameters"]["model"])
     export = folder / "drafter" / "export" / "zlab"
-    with vllm_server(python, target, export, record["results"]["block_size"] - 1, dtype) as url:
+    log = folder / "served" / "server.log"
+    log.parent.mkdir(exist_ok=True)
+    for old in log.parent.glob("answers.jsonl.partial*"):  # of another server: each has a port of its own
+        old.unlink()
+    linear = "linear_attention" in (getattr(read_config(target).get_text_config(), "layer_types", None) or ())
+    dtype = dtype or ("bfloat16" if linear else "float32")
+    print(f"vLLM in {dtype}; its log: {log}", flush=True)
+    with vllm_server(python, target, export, record["results"]["block_size"] - 1, dtype, log) as url:
         limit = ["--num-prompts", num_prompts] if num_prompts else []
         return dflash(["served", str(folder), "--server", url, *limit])
 

@@ -64,6 +64,10 @@ def constant_final_norm(tensors):
     tensors["model.norm.weight"].fill_(1.0)
 
 
+def hole(tensors):
+    tensors[UP].view(-1)[100:1000] = 0
+
+
 def extra(tensors):
     tensors["model.layers.6.mlp.up_proj.weight"] = torch.ones(2, 2)
 
@@ -74,7 +78,7 @@ def extra_scale(tensors):
 
 @pytest.mark.parametrize("fault, what", [
     (zero, f"all zero .*{UP}"), (constant, f"constant .*{UP}"), (nan, f"not finite .*{UP}"),
-    (infinite, "not finite .*layers.1.input_layernorm.weight"),
+    (hole, f"partly zero .*never written.*{UP}"), (infinite, "not finite .*layers.1.input_layernorm.weight"),
     (zero_norm, "all zero .*layers.1.post_attention_layernorm.weight"), (constant_final_norm, "constant .*model.norm"),
     (extra, "unexpected .*no place.*model.layers.6.mlp.up_proj.weight"),
     (extra_scale, "unread scales .*wrong by that factor.: model.layers.2.mlp.up_proj.weight_scale_inv"),
@@ -110,14 +114,53 @@ def test_a_dead_expert_is_found(tmp_path):
         load_target(folder)
 
 
+class Parameters(nn.Module):
+    """A model as far as `bad_values` looks: an embedding that is its head, too, and whatever a test adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 512)
+        self.embedding.weight.data[6:] = 0  # unused rows
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    get_output_embeddings = get_input_embeddings
+
+
 def test_the_values_are_looked_at_exactly():
-    model = nn.Module()
+    model = Parameters()
     model.a, model.b_bias = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.zeros(2, 4))
     model.one = nn.Parameter(torch.ones(1))
-    assert bad_values(model) == {"not finite": [], "all zero": [], "constant": []}
+    assert not any(bad_values(model).values())
     model.a.data[0, 0] = math.inf
     model.c = nn.Parameter(torch.full((2, 2), 3.0, dtype=torch.bfloat16))
-    assert bad_values(model) == {"not finite": ["a"], "all zero": [], "constant": ["c"]}
+    assert {kind: names for kind, names in bad_values(model).items() if names} == {
+        "not finite": ["a"], "constant": ["c"]}
+
+
+@pytest.mark.parametrize("start, length, found", [
+    (0, 255, False), (300, 255, False),  # fewer than 256 zeros one after another
+    (256, 256, True), (255, 511, True), (600, 511, True), (0, 3000, True),
+    (258, 258, False), (258, 516, True)])  # one whole row of twelve may be a dead neuron, two are too many
+def test_a_hole_of_zeros_in_a_matrix_is_found(start, length, found):
+    model = Parameters()
+    model.a = nn.Parameter(torch.rand(12, 258) + 0.1)
+    model.a.data.view(-1)[start:start + length] = 0
+    assert bad_values(model)["partly zero"] == (
+        [f"a ({length} zeros from value {start} of 3096 on)"] if found else [])
+
+
+@pytest.mark.parametrize("factor, named", [(20.0, False), (200.0, True), (1 / 20, False), (1 / 200, True)])
+def test_one_matrix_far_from_the_same_of_other_layers_is_found(factor, named):
+    model = Parameters()
+    model.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+    model.layers[2].weight.data *= factor
+    found = bad_values(model)["out of scale"]
+    assert bool(found) == named and all(text.startswith("layers.2.weight (") for text in found)
+    model.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))  # which of two is wrong?
+    model.layers[1].weight.data *= factor
+    assert not bad_values(model)["out of scale"]
 
 
 def test_what_differs_from_the_files_is_found(tiny_llama):
@@ -250,7 +293,7 @@ def test_a_tokenizer_of_another_target(tiny_llama):
 def test_the_report_shows_checks_with_values_and_limits(tiny_llama):
     report: LoadReport = tiny_llama.report
     checks = {name: (value, limit, operator) for name, value, limit, operator in report.checks}
-    assert checks["tensors: unread scales"] == (0, 0, "==") and len(checks) == 11
+    assert checks["tensors: unread scales"] == (0, 0, "==") and len(checks) == 13
     assert checks["perplexity of a short text"] == (report.perplexity, 4000, "<=")
     assert report.num_parameters == sum(p.numel() for p in tiny_llama.model.parameters())
     assert report.weight_bytes == 4 * report.num_parameters and report.fast_linear_attention is None

@@ -61,6 +61,9 @@ def test_bad_input(tiny_talker, monkeypatch):
     assert generate_batch(tiny_talker, [], 4) == []
     with pytest.raises(TargetError, match="prompt 1 is empty"):
         generate_batch(tiny_talker, [[1], []], 4)
+    most = tiny_talker.config.max_position_embeddings
+    with pytest.raises(TargetError, match=f"prompt of {most - 3} tokens and 4 more are beyond the target's {most} pos"):
+        generate_batch(tiny_talker, [[1], [1] * (most - 3)], 4)
     monkeypatch.setattr(tiny_talker.model.generation_config, "eos_token_id", None)
     without = replace(tiny_talker, tokenizer=SimpleNamespace(eos_token_id=None))
     with pytest.raises(TargetError, match="names an eos_token"):

@@ -303,7 +303,8 @@ def test_whatever_transformers_raises_is_told_of_the_folder(folder, monkeypatch)
 @pytest.mark.parametrize("text, message", [
     ("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"eos_token_id": "2"}', "eos_token_id must be"),
     ('{"eos_token_id": [2, null]}', "eos_token_id must be"), ('{"eos_token_id": -1}', "found -1"),
-    ('{"eos_token_id": true}', "found True"), ('{"eos_token_id": {}}', "eos_token_id must be")])
+    ('{"eos_token_id": true}', "found True"), ('{"eos_token_id": {}}', "eos_token_id must be"),
+    ('{"eos_token_id": []}', "eos_token_id must be")])
 def test_a_broken_generation_config(folder, nothing_loads, text, message):
     """It says with which tokens turns end: tokenising and generating would find out, hours later."""
     (folder / "generation_config.json").write_text(text)
@@ -325,3 +326,25 @@ def test_a_broken_tokenizer(folder, nothing_loads, text):
     (folder / "tokenizer.json").write_text(text, encoding="latin-1")
     with pytest.raises(TargetError, match="target: no usable tokenizer here"):
         load_target(folder)
+
+
+@pytest.mark.parametrize("block", ["32", [32], [0, 0], [32, 32, 32], [32.0, 32], {"rows": 32}])
+def test_an_fp8_block_of_an_odd_form(folder, nothing_loads, block):
+    change_config(folder, quantization_config=fp8_scheme(weight_block_size=block))
+    with pytest.raises(TargetError, match="config.json: .*weight_block_size"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("audit", ["full", "quick"])
+@pytest.mark.parametrize("ends", [999_999, [2, 384]])
+def test_an_end_of_turn_that_is_no_token(folder, ends, audit):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(TargetError, match="generation_config.json: eos_token_id .* no row of the embedding"):
+        load_target(folder, audit=audit)
+
+
+def test_a_tokenizer_without_a_vocabulary(folder, monkeypatch):
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda *_, **__: [])
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TargetError, match="no usable tokenizer here .no tokenizer.json.*vocabulary is empty"):
+        load_tokenizer(folder)

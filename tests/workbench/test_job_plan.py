@@ -115,9 +115,10 @@ def test_a_device_and_a_folder_that_are_none(job, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"max_length": 0}, "max_length 0"), ({"num_workers": 0}, "num_workers 0"), ({"token_budget": -1}, "budget -1"),
-    ({"decode_tokens_s": 0.0}, "decode_tokens_s 0.0"), ({"extract_tokens_s": 0.0}, "extract_tokens_s"),
-    ({"disk_mb_s": -1.0}, "disk_write_mb_s"), ({"steps": 0}, "steps"), ({"batch_samples": 0}, "batch_samples"),
+    ({"max_length": 0}, "max_length must be >= 2"), ({"num_workers": 0}, "num_workers must be"),
+    ({"token_budget": -1}, "token_budget must be"),
+    ({"decode_tokens_s": 0.0}, "decode_tokens_s must be > 0"), ({"extract_tokens_s": 0.0}, "extract_tokens_s"),
+    ({"disk_mb_s": -1.0}, "disk_mb_s must be > 0"), ({"steps": 0}, "steps"), ({"batch_samples": 0}, "batch_samples"),
     ({"slots_per_anchor": 0}, "slots_per_anchor"), ({"gpus": 0}, "gpus"), ({"max_samples": 0}, "max_samples"),
     ({"num_aux_layers": 99}, "num_aux_layers"), ({"target_layer_ids": [9, 1]}, "target_layer_ids"),
     ({"encoding": "int4"}, "encoding"), ({"dtype": "float31"}, "dtype"), ({"too_long": "shorten"}, "too_long"),
@@ -194,6 +195,10 @@ def test_the_real_job(capsys):
 def test_the_shipped_configuration_is_the_tested_one():
     ours = REPOSITORY / "data" / "configs" / "qwen3.6-27b" / "config.json"
     assert ours.read_bytes() == (REPOSITORY / "tests" / "data" / "qwen3.6-27b" / "config.json").read_bytes()
+
+
+def test_a_device_that_holds_no_values(job):
+    assert any("device 'meta'" in text for text in plan_job(job(device="meta")).obstacles)
 
 
 def test_held_out_prompts_are_read_before_hours_are_spent(job, tmp_path):

@@ -1,12 +1,15 @@
 import pytest
 
 from dflash_lib.workbench.parameters import (
+    BOUNDS,
+    NEEDED,
     ParameterError,
     all_declarations,
     declared_parameters,
     read_parameters_file,
     resolve_parameters,
 )
+from dflash_lib.workbench.runs import notebook_paths
 from tests.workbench.fake_notebooks import write_notebook
 
 
@@ -100,3 +103,50 @@ def test_parameter_files_that_are_not_flat_mappings_are_refused(tmp_path):
             read_parameters_file(path)
     path.write_text("# nothing\n")
     assert read_parameters_file(path) == {}
+
+
+@pytest.mark.parametrize("text, value", [
+    ("010", "010"), ("1:30", "1:30"), ("0x10", "0x10"), ("1:30.5", "1:30.5"), (".", "."), ("12", 12), ("-5", -5),
+    ("1_000", 1000), ("0", 0), ("0.5", 0.5), (".5", 0.5), ("1.", 1.0), ("3.0e-3", 0.003), ("[1, 2]", [1, 2])])
+def test_numbers_in_yaml_are_what_they_look_like(tmp_path, text, value):
+    """YAML 1.1 reads 010 as 8, 1:30 as 90 and 0x10 as 16."""
+    (tmp_path / "job.yaml").write_text(f"a: {text}\n")
+    assert read_parameters_file(tmp_path / "job.yaml") == {"a": value}
+
+
+def test_merge_keys_and_anchors(tmp_path):
+    (tmp_path / "job.yaml").write_text("kept: &kept {x: 1, y: 2}\nmine:\n  <<: *kept\n  x: 3\n")
+    assert read_parameters_file(tmp_path / "job.yaml")["mine"] == {"x": 3, "y": 2}
+    (tmp_path / "job.yaml").write_text("mine: {x: 3, x: 4}\n")
+    with pytest.raises(ParameterError, match="given twice: x"):
+        read_parameters_file(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("name, value, bound", [
+    ("learning_rate", 0, "> 0"), ("learning_rate", float("nan"), "float"), ("learning_rate", "inf", "float"),
+    ("gamma", -1, "> 0"), ("warmup_steps", -1, ">= 0"), ("drafter_intermediate_size", 0, ">= 1"),
+    ("draft_vocab_size", 0, ">= 1"), ("validation_samples", 0, ">= 1"), ("validation_interval", -1, ">= 1"),
+    ("samples_per_shard", 0, ">= 1"), ("threads", 0, ">= 1"), ("seed", -1, ">= 0"), ("eval_max_new_tokens", 1, ">= 2"),
+    ("min_acceptance_length", float("nan"), "float"), ("max_disk_tb", float("nan"), "float"), ("model", "", "empty"),
+    ("conversations", "", "empty"), ("steps", 0, ">= 1"), ("max_length", 1, ">= 2")])
+def test_a_value_out_of_its_bounds_is_refused_before_anything_runs(name, value, bound):
+    declarations = all_declarations(notebook_paths())
+    with pytest.raises(ParameterError, match=f"job.yaml: {name} (must be|is) {bound}"):
+        resolve_parameters({name: value}, declarations, "job.yaml")
+
+
+def test_every_bound_is_of_a_declared_parameter():
+    declared = {name for of_notebook in all_declarations(notebook_paths()).values() for name in of_notebook}
+    assert declared.issuperset(BOUNDS) and declared.issuperset(NEEDED)
+
+
+def test_a_file_that_aliases_blow_up_is_refused(tmp_path):
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (tmp_path / "job.yaml").write_text("\n".join(lines))
+    with pytest.raises(ParameterError, match="10000 values at most"):
+        read_parameters_file(tmp_path / "job.yaml")
+    for depth in (30, 3000):
+        (tmp_path / "job.yaml").write_text("a: " + "{x: " * depth + "1" + "}" * depth)
+        with pytest.raises(ParameterError, match="nested 20 deep|not valid YAML"):
+            read_parameters_file(tmp_path / "job.yaml")

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -252,3 +253,33 @@ def test_the_jobs_own_runs_dir(tmp_path):
     assert result.folder == tmp_path / "scratch" / "job" and (result.folder / "params.yaml").is_file()
     _, result, _ = run(tmp_path)
     assert result.folder == tmp_path / "runs" / "job"
+
+
+def test_a_copied_run_is_judged_by_its_own_files(job):
+    write_notebook(job / "notebooks", "02_b", "y: int = 1\n", opening("02_b", "y"),
+                   "run.path('states').mkdir(exist_ok=True)\nrun.path('states', 'shard').write_text('s')", finishing())
+    _, result, _ = run(job)
+    copy = job / "moved"
+    shutil.copytree(job / "runs", copy)  # keeps modification times
+    assert run(job, runs_dir=copy)[0] == ["current", "current"]
+    (copy / result.folder.name / "states" / "shard").unlink()
+    states, _, printed = run(job, runs_dir=copy)
+    assert states == ["current", "passed"] and "changed" in printed
+    assert run(job)[0] == ["current", "current"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '{"PATH": {}}'])
+@pytest.mark.parametrize("file", ["stages/02_b.json", "stages/hashes.json", "results/02_b.json"])
+def test_damaged_bookkeeping_repeats_a_stage_at_most(job, file, text):
+    _, result, _ = run(job)
+    (result.folder / file).write_text(text)
+    states, result, printed = run(job)
+    assert states == ["current", "current" if "hashes" in file else "passed"], printed
+    assert run(job)[0] == ["current", "current"]
+
+
+@pytest.mark.parametrize("run_id", ["../x", ".", "..", "", " ", "/abs", "a/b", "a\nb", "x" * 101, " x", "a\x00"])
+def test_a_run_id_that_is_no_plain_name(job, run_id):
+    with pytest.raises(RunError, match="run id"):
+        run(job, run_id=run_id)
+    assert not (job / "x").exists() and not list(job.glob("runs/*"))

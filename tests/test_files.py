@@ -1,0 +1,18 @@
+"""files: what is published can be read by whom the umask lets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_published_files_have_the_mode_that_the_umask_leaves(tmp_path):
+    """safetensors makes files that no other user may read."""
+    code = ("import os, sys; os.umask(0o027); from dflash_lib.files import atomic_path, write_json; import numpy;"
+            "from safetensors.numpy import save_file\n"
+            "with atomic_path('a.safetensors') as path: save_file({'x': numpy.zeros(2)}, path)\n"
+            "write_json('b.json', 1)")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True,
+                   env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])})
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {
+        "a.safetensors": "0o640", "b.json": "0o640"}
