@@ -163,7 +163,7 @@ def compare_drafters(target: Target, drafters: Sequence[NamedDrafter], prompts: 
         answers = answer_prompts(target, prompts, max_new_tokens, layers)
         progress.set(len(prompts))
     walks, ways = {}, {}
-    with Progress(len(drafters), "walking along them", "drafters") as progress:
+    with Progress(len(drafters), "drafts along these answers", "drafters") as progress:
         for drafter in drafters:
             walks[drafter.name] = walk = _Walk.of(target, drafter, with_layers(answers, layers, drafter.layer_ids))
             for size in sorted({drafter.block_size, walk.best}):

@@ -131,7 +131,7 @@ def storage_figure(stored: LogitComparison) -> Figure:
                label=f"top-1 changed ({int(stored.changed.sum())} of {len(margin)})")
     right.set_xscale("log")
     right.set_yscale("symlog", linthresh=1)
-    label(right, x="target's lead of its top token (logits)", y="tokens", title="Only near-ties flip", legend=True)
+    label(right, x="target's lead of its top token (logits)", y="tokens", title="Only close calls flip", legend=True)
     return figure
 
 

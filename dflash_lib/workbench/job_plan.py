@@ -51,7 +51,7 @@ class StagePlan:
     hours: float | None = None
 
     def __str__(self) -> str:
-        hours = "?" if self.hours is None else f"{self.hours:,.2f}"
+        hours = "?" if self.hours is None else duration(self.hours)
         return (f"{self.notebook:<18} {self.resources:<22} {_bytes(self.memory):>10} {_bytes(self.reads):>10} "
                 f"{_bytes(self.writes):>10} {hours:>10}")
 
@@ -69,12 +69,17 @@ class JobPlan:
     def text(self) -> str:
         """The whole plan, for a terminal."""
         hours = sum(stage.hours or 0.0 for stage in self.stages)
-        head = f"{'stage':<18} {'processes':<22} {'memory':>10} {'reads':>10} {'writes':>10} {'hours':>10}"
+        head = f"{'stage':<18} {'processes':<22} {'memory':>10} {'reads':>10} {'writes':>10} {'time':>10}"
         lines = [f"plan of {self.params_file}; nothing was executed or written", f"run folder: {self.folder}",
-                 *self.facts, "", head, *map(str, self.stages), f"{'together':<74} {hours:>13,.2f}", ""]
+                 *self.facts, "", head, *map(str, self.stages), f"{'together':<74} {duration(hours):>11}", ""]
         lines += ["What would stop it on this machine:", *(f"  - {text}" for text in self.obstacles)] if (
             self.obstacles) else ["Nothing that can be seen from here would stop it on this machine."]
         return "\n".join(lines)
+
+
+def duration(hours: float) -> str:
+    """Hours as a plan shows them: minutes below two hours."""
+    return f"{hours:,.1f} h" if hours >= 2 else f"{60 * hours:,.0f} min" if hours >= 1 / 60 else "< 1 min"
 
 
 def _bytes(num: float) -> str:
@@ -287,11 +292,11 @@ def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: floa
     disk = shutil.disk_usage(nearest_existing(store)).free if limit is None else limit * 1e12
     work = Work(num_tokens=num_tokens, epochs=params["epochs"], bytes_per_token=each)
     plan = plan_gpus(params["gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
-    ours = f" The workbench does C: {plan.outcomes['C'].gpu_hours:,.3g} GPU-hours." if plan.winner != "C" else ""
+    ours = f" C takes {plan.outcomes['C'].gpu_hours:,.3g} GPU-hours." if plan.winner != "C" else ""
     each_a = "GPUs" if params["device"].startswith("cuda") else "processes"
     return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['gpus']} {each_a} with "
             f"{disk / 1e12:.3g} TB of disk (parameters gpus, epochs; not this job's stages, which stand below): "
-            f"{plan.sentence()}{ours}"]
+            f"{plan.sentence()}{ours} The workbench extracts as C does, but trains in {TRAINING_PROCESSES} process."]
 
 
 def _disks(store: Path, folder: Path, needed: float) -> list[str]:

@@ -185,7 +185,7 @@ def test_the_real_job(capsys):
     text = plan.text()
     assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text
     assert "6 epochs on 8 GPUs with 10 TB of disk" in text
-    assert ": E: 6 extract while 2 train" in text and "The workbench does C: " in text
+    assert ": E: 6 extract while 2 train" in text and "GPU-hours. The workbench extracts as C does" in text
     assert "tapped layers [1, 16, 31, 46, 61]" in text and "26.9 B parameters, 53.79 GB in bfloat16" in text
     assert "conversations: /scratch/dflash/conversations.jsonl: no such file" in text
     assert command.main(["run", "--plan", str(REAL)]) == 1
