@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from dflash_lib.drafter import network as our_network
 from dflash_lib.drafter.blocks import anchor_candidates, attention_mask
-from dflash_lib.drafter.network import SLIDING
+from dflash_lib.drafter.network import FULL, SLIDING
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.loading import Target, load_target
 from tests.drafter.speculators_side import (
@@ -89,10 +89,12 @@ def test_reduced_vocabulary_agrees_where_it_holds_every_label(target, greedy, tm
     check_equal(pair, run_both(pair, greedy, monkeypatch, kl_weight), "reduced vocabulary")
 
 
-def test_sliding_window_agrees_while_the_window_holds_the_context(target, greedy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kinds", [[SLIDING, SLIDING], [SLIDING, FULL]], ids=["all", "mixed"])
+def test_sliding_window_agrees_while_the_window_holds_the_context(target, greedy, tmp_path, monkeypatch, kinds):
     window = max(len(s.input_ids) for s in greedy) + BLOCK
-    pair = make_pair(target, tmp_path, layer_types=[SLIDING, SLIDING], sliding_window=window)
-    assert pair.theirs.sliding_window_non_causal is False and pair.theirs.sliding_window_indices == [0, 1]
+    pair = make_pair(target, tmp_path, layer_types=kinds, sliding_window=window)
+    assert pair.theirs.sliding_window_non_causal is False and pair.ours.config.layer_types == tuple(kinds)
+    assert pair.theirs.sliding_window_indices == [i for i, kind in enumerate(kinds) if kind == SLIDING]
     check_equal(pair, run_both(pair, greedy, monkeypatch, 0.0), "sliding window, wide")
     check_equal(pair, run_both(pair, greedy, monkeypatch, 1.0), "sliding window, wide")
 

@@ -21,7 +21,7 @@ from dflash_lib.drafter import TrainedDrafter, TrainOptions, export_speculators
 from dflash_lib.drafter.dataset import Batch, TrainingData
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.inference import head_rows
-from dflash_lib.drafter.network import DFlashDrafter, DrafterConfig
+from dflash_lib.drafter.network import FULL, DFlashDrafter, DrafterConfig
 from dflash_lib.drafter.objective import TargetEnds, batch_loss
 from dflash_lib.drafter.training import drafter_config
 from dflash_lib.hidden_states.store import StoredSample
@@ -114,7 +114,8 @@ def their_anchors(samples: list[StoredSample], batch: Batch) -> tuple[torch.Tens
 
 
 def make_pair(target: Target, folder: Path, draft_vocab: torch.Tensor | None = None, **changes) -> Pair:
-    """Random weights, exported and loaded by the package."""
+    """Random weights, exported and loaded by the package. Mixed layers, which its format cannot say to an engine, are
+    put into the package's configuration here."""
     torch.manual_seed(1)
     options = TrainOptions(block_size=BLOCK, mask_token_id=MASK, num_layers=2, intermediate_size=96)
     config = drafter_config(target, IDS, options, None if draft_vocab is None else len(draft_vocab))
@@ -122,10 +123,17 @@ def make_pair(target: Target, folder: Path, draft_vocab: torch.Tensor | None = N
     with torch.no_grad():
         for p in network.parameters():
             p.add_(0.1 * torch.randn_like(p))
+    kinds, said = network.config.layer_types, network.config
+    if len(set(kinds)) > 1:
+        network.config = DrafterConfig(**{**said.to_dict(), "layer_types": [FULL] * len(kinds)})
     save_drafter(folder / "drafter", TrainedDrafter(network, draft_vocab, target.identity))
     export_speculators(folder / "drafter", target, folder / "speculators", dtype="float32")
     loaded = DFlashSpeculatorConfig.from_pretrained(folder / "speculators")
     loaded.transformer_layer_config._attn_implementation = "sdpa"  # FlexAttention has no backward on a CPU
+    if len(set(kinds)) > 1:
+        network.config, loaded.sliding_window_non_causal = said, False
+        loaded.transformer_layer_config.layer_types = list(kinds)
+        loaded.transformer_layer_config.sliding_window = said.sliding_window
     theirs = DFlashDraftModel.from_pretrained(folder / "speculators", config=loaded, dtype=torch.float32)
     assert theirs.dtype == torch.float32
     ends = TargetEnds(target.embedding, target.final_norm, head_rows(target.head.weight, draft_vocab), draft_vocab)
