@@ -1,7 +1,8 @@
-"""Export to z-lab's folder format, which vLLM, SGLang and llama.cpp load (DESIGN.md, Exports).
+"""Exports (DESIGN.md): z-lab's folder format, which vLLM, SGLang and llama.cpp load, and the speculators package's,
+which that package and vLLM load.
 
-`config.json` says everything that an engine would otherwise guess: layer ids, mask token, RoPE theta at both places
-that engines read, window and layer types, and whether blocks are causal.
+Each `config.json` says everything that an engine would otherwise guess: layer ids, mask token, RoPE theta at both
+places that engines read, window and layer types, and whether blocks are causal.
 """
 
 import json
@@ -10,22 +11,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from dflash_lib.drafter.folder import TrainedDrafter, check_fits_target, load_drafter
-from dflash_lib.drafter.network import SLIDING
-from dflash_lib.files import atomic_path, write_json
+from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, check_fits_target, load_drafter
+from dflash_lib.drafter.network import FULL, SLIDING
+from dflash_lib.files import atomic_path, read_json, write_json
 from dflash_lib.target.loading import Target
 
+SPECULATORS_VERSION = "0.9.0"  # of the package whose files are written and tested
 
-def zlab_config(drafter: TrainedDrafter, dtype: str) -> dict[str, Any]:
-    """The export's config.json. dtype: "bfloat16" or "float32", that of the saved tensors."""
+
+def _layer_config(drafter: TrainedDrafter) -> dict[str, Any]:
+    """What both formats say of the layers, in Qwen3Config's names."""
     c = drafter.config
     sliding = SLIDING in c.layer_types
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": dtype,
-        "block_size": c.block_size, "num_target_layers": c.num_target_layers,
-        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids)},
-        "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers,
+    return {
+        "model_type": "qwen3", "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
         "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps,
         "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
@@ -35,7 +37,18 @@ def zlab_config(drafter: TrainedDrafter, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": c.max_position_embeddings, "vocab_size": c.vocab_size,
         "tie_word_embeddings": False, "use_cache": True,
     }
-    if not sliding:  # with mixed layers the engine decides by layer type, and the key would override that
+
+
+def zlab_config(drafter: TrainedDrafter, dtype: str) -> dict[str, Any]:
+    """The export's config.json. dtype: "bfloat16" or "float32", that of the saved tensors."""
+    c = drafter.config
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"], "dtype": dtype,
+        "block_size": c.block_size, "num_target_layers": c.num_target_layers,
+        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids)},
+        **_layer_config(drafter),
+    }
+    if SLIDING not in c.layer_types:  # where some are, the engine decides by layer type; the key would override that
         config["dflash_config"]["is_causal"] = False
         config["is_causal"] = False
     if drafter.draft_vocab is not None:
@@ -51,15 +64,71 @@ def export_zlab(drafter_folder: Path | str, target: Target, out: Path | str, dty
     """
     drafter = load_drafter(drafter_folder)
     check_fits_target(drafter, target.identity, str(drafter_folder))
+    config = zlab_config(drafter, dtype)
+    _write(out, config, _tensors(drafter, target, dtype), drafter)
+    return config
+
+
+def speculators_config(drafter: TrainedDrafter, dtype: str, verifier: str,
+                       verifier_architectures: list[str]) -> dict[str, Any]:
+    """The speculators export's config.json. verifier: the target, as the package shall find it.
+
+    `sliding_window_non_causal` is said for full-attention drafters, too: vLLM takes the package's default, false, for
+    causal attention in every layer. It is one key for all layers, so a drafter of sliding-window layers alone can be
+    expressed (false: causal, as ours are), one that mixes them with full attention cannot. Raises DrafterError for it.
+    """
+    c = drafter.config
+    if {*c.layer_types} == {FULL, SLIDING}:
+        raise DrafterError("a drafter that mixes sliding-window and full attention cannot be exported in speculators' "
+                           "format: its one key sliding_window_non_causal makes vLLM treat all layers as causal or all "
+                           "as not, and ours are causal in sliding-window layers only. Export it with export_zlab")
+    return {
+        "architectures": ["DFlashDraftModel"], "dtype": dtype, "speculators_model_type": "dflash",
+        "speculators_version": SPECULATORS_VERSION, "block_size": c.block_size, "mask_token_id": c.mask_token_id,
+        "draft_vocab_size": c.draft_vocab_size or c.vocab_size, "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [k + 1 for k in c.target_layer_ids],  # theirs name a layer's input
+        "sliding_window_non_causal": FULL in c.layer_types, "sample_from_anchor": False, "tie_word_embeddings": False,
+        "transformer_layer_config": _layer_config(drafter),
+        "speculators_config": {
+            "algorithm": "dflash", "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": c.block_size - 1,
+                                  "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": verifier, "architectures": verifier_architectures}},
+    }
+
+
+def export_speculators(drafter_folder: Path | str, target: Target, out: Path | str, dtype: str = "bfloat16",
+                       verifier: str | None = None) -> dict[str, Any]:
+    """Writes the same weights in the speculators package's format; returns the configuration.
+
+    A reduced head adds `t2d` bool [V] to the tensors of `export_zlab`. The package reads the target's embedding, head
+    and norm from `verifier`, a folder or a hub name (None = the target's folder). Raises DrafterError as `export_zlab`,
+    and for a drafter that the format cannot express.
+    """
+    drafter = load_drafter(drafter_folder)
+    check_fits_target(drafter, target.identity, str(drafter_folder))
+    architectures = read_json(target.path / "config.json").get("architectures") or []
+    config = speculators_config(drafter, dtype, verifier or str(target.path.resolve()), architectures)
+    tensors = _tensors(drafter, target, dtype)
+    if drafter.draft_vocab is not None:
+        tensors["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][drafter.draft_vocab] = True
+    _write(out, config, tensors, drafter)
+    return config
+
+
+def _tensors(drafter: TrainedDrafter, target: Target, dtype: str) -> dict[str, Tensor]:
     cast = getattr(torch, dtype)
     tensors = {name: p.detach().to(cast).contiguous() for name, p in drafter.network.named_parameters()}
     if drafter.draft_vocab is not None:
         tensors["lm_head.weight"] = target.head.weight[drafter.draft_vocab].to(cast).contiguous().cpu()
         tensors["d2t"] = drafter.draft_vocab - torch.arange(len(drafter.draft_vocab))
+    return tensors
+
+
+def _write(out: Path | str, config: dict[str, Any], tensors: dict[str, Tensor], drafter: TrainedDrafter) -> None:
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     with atomic_path(out / "model.safetensors") as path:
         save_file(tensors, path, metadata={"format": "pt", "workbench": json.dumps({"target": drafter.target})})
-    config = zlab_config(drafter, dtype)
     write_json(out / "config.json", config)
-    return config

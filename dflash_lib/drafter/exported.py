@@ -35,6 +35,9 @@ def find_drafter(path: Path | str) -> Path:
 def open_drafter(path: Path | str, target: Target) -> TrainedDrafter:
     """The drafter of a run folder, of its drafter/best, or of an exported folder. Raises DrafterError."""
     folder = find_drafter(path)
+    if "speculators_model_type" in read_json(folder / "config.json"):
+        raise DrafterError(f"{folder}: a drafter in speculators' format, which is written only; give the run folder or "
+                           "an export in z-lab's format (export/zlab)")
     if is_exported(folder):
         return load_exported(folder, target)
     return load_drafter(folder)

@@ -1,6 +1,27 @@
 """Forward pass and loss of one batch, and acceptance as decoding would count it.
 
 Only supervised slots reach the head, and with a reduced draft vocabulary only its rows.
+
+Given the same weights, tokens and anchors, hidden states, logits, cross-entropy, KL, slot weights and gradients equal
+those of speculators 0.9.0's DFlashDraftModel to float32 rounding. What differs does so on purpose; each point has a
+test that shows it (tests/drafter/speculators_parity.py, `test_difference_*`):
+
+- Labels of the cross-entropy: ours are the data's tokens, theirs the target's argmax. On the target's own greedy text
+  they are the same; ours needs no last state, and does not change text that was sampled or written by another.
+- Sliding window W, slot at q = a + j: ours sees context from q - (W - 1), theirs from a - W in every slot. Engines
+  serve ours (vLLM, SpecForge), and a drafter has to be trained on what it will see.
+- Blocks end with their document: theirs go on into the next one of the packed row, where supervised, and train tokens
+  that no context of theirs can tell. Positions and visible context are the same in both.
+- Anchors: ours need the next token supervised as well (a block without any label costs and teaches nothing), reach to
+  a document's end, and are counted per document; theirs leave out the last block_size tokens of a packed row, and are
+  counted per row, so that long rows of short documents are covered thinly.
+- Scale: ours is the weighted mean, theirs the weighted sum over the number of slots. A loss in nats a token compares
+  between block sizes and gammas; the gradients differ by that factor, which Adam and clipping mostly undo.
+- Reduced vocabulary: a label outside it carries no loss here; there the best token that the head has takes its place,
+  which decoding would refuse.
+- Embedding: ours goes through the target's module, theirs takes its bare rows, which Gemma scales by sqrt(hidden).
+- Final norm: ours is the target's own module. Theirs is chosen by model type and wrong for Qwen3.5-MoE and Qwen3-Next
+  (weight where 1 + weight belongs), so labels and KL targets are.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, export_zlab
+from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, export_speculators, export_zlab
 from dflash_lib.drafter.exported import find_drafter, load_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
 from tests.decoding.test_training_walk import make_drafter
@@ -52,6 +52,12 @@ def test_folders_without_a_drafter(saved, tmp_path):
     (tmp_path / "empty" / "params.yaml").write_text("")
     with pytest.raises(DrafterError, match="no trained drafter yet"):
         find_drafter(tmp_path / "empty")
+
+
+def test_speculators_format_is_refused_by_name(tiny_llama, saved):
+    export_speculators(saved / "run" / "drafter" / "best", tiny_llama, saved / "speculators")
+    with pytest.raises(DrafterError, match="speculators' format, which is written only.*export/zlab"):
+        open_drafter(saved / "speculators", tiny_llama)
 
 
 def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):

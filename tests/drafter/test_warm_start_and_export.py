@@ -8,7 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, TrainOptions, export_zlab, load_drafter
+from dflash_lib.drafter import (
+    DrafterError,
+    DrafterProposer,
+    TrainedDrafter,
+    TrainOptions,
+    export_speculators,
+    export_zlab,
+    load_drafter,
+)
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConfig
 from dflash_lib.drafter.training import drafter_config
@@ -153,3 +161,44 @@ def test_sliding_window_layers_reach_the_engine(tiny_llama, tmp_path):
     assert theirs.sliding_window == 9 and theirs.layer_types == ["sliding_attention", "full_attention"]
     assert not hasattr(theirs, "is_causal") and "is_causal" not in theirs.dflash_config
     assert load_file(tmp_path / "zlab" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_speculators_export_field_by_field(tiny_llama, tmp_path, reduced):
+    """That the package itself loads it and computes the same is in test_speculators_parity.py."""
+    vocab = torch.tensor([2, 7, 90]) if reduced else None
+    drafter = make_drafter(tiny_llama, vocab)
+    save_drafter(tmp_path / "drafter", drafter)
+    export_zlab(tmp_path / "drafter", tiny_llama, tmp_path / "zlab", dtype="float32")
+    returned = export_speculators(tmp_path / "drafter", tiny_llama, tmp_path / "speculators", dtype="float32")
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config == returned and config["speculators_model_type"] == "dflash"
+    assert config["aux_hidden_state_layer_ids"] == [2, 4]  # layers 1 and 3, by the layer that they are the input of
+    assert (config["mask_token_id"], config["block_size"], config["sample_from_anchor"]) == (3, 4, False)
+    assert config["draft_vocab_size"] == (3 if reduced else 384)
+    assert config["sliding_window_non_causal"] is True  # vLLM takes the default for causal attention everywhere
+    layers = AutoConfig.for_model(**config["transformer_layer_config"])
+    assert layers.layer_types == ["full_attention"] * 2 and layers.sliding_window is None
+    assert layers.rope_parameters["rope_theta"] == tiny_llama.config.rope_parameters["rope_theta"]
+    methods = config["speculators_config"]
+    assert methods["proposal_methods"][0]["speculative_tokens"] == 3 and methods["algorithm"] == "dflash"
+    assert methods["verifier"] == {"name_or_path": str(tiny_llama.path), "architectures": ["LlamaForCausalLM"]}
+    tensors, zlab = (load_file(tmp_path / name / "model.safetensors") for name in ("speculators", "zlab"))
+    assert set(tensors) - set(zlab) == ({"t2d"} if reduced else set())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in zlab.items())
+    if reduced:
+        assert torch.nonzero(tensors["t2d"]).flatten().tolist() == [2, 7, 90] and tensors["t2d"].shape == (384,)
+
+
+def test_speculators_format_cannot_express_mixed_layers(tiny_llama, tiny_qwen3_5, tmp_path):
+    save_drafter(tmp_path / "mixed", make_drafter(tiny_llama, layer_types=[SLIDING, FULL], sliding_window=9))
+    with pytest.raises(DrafterError, match="mixes sliding-window and full attention.*export_zlab"):
+        export_speculators(tmp_path / "mixed", tiny_llama, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    save_drafter(tmp_path / "sliding", make_drafter(tiny_llama, layer_types=[SLIDING] * 2, sliding_window=9))
+    config = export_speculators(tmp_path / "sliding", tiny_llama, tmp_path / "out", verifier="org/model")
+    layers = AutoConfig.for_model(**config["transformer_layer_config"])
+    assert config["sliding_window_non_causal"] is False and layers.sliding_window == 9
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/model"
+    with pytest.raises(DrafterError, match="another target"):
+        export_speculators(tmp_path / "sliding", tiny_qwen3_5, tmp_path / "out")

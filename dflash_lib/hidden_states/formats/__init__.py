@@ -1,0 +1,1 @@
+"""Stored hidden states in every tool's layout: this project's store, speculators, SpecForge, Model-Optimizer."""
