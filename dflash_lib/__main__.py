@@ -59,16 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", type=Path, help="run folder, such as runs/demo")
     report.set_defaults(function=_report)
 
-    served = commands.add_parser("served", help="compare a running vLLM or SGLang server with 07_evaluate")
-    served.add_argument("run", type=Path, help="run folder, such as runs/demo")
-    served.add_argument("--server", required=True, metavar="URL", help="base URL, such as http://localhost:8000")
-    served.add_argument("--num-prompts", type=int, help="the first so many (default: all of 07_evaluate)")
-    served.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds without a byte of an answer "
-                        "(default: %(default)s)")
-    served.add_argument("--no-target", action="store_true", help="do not load the target here: texts that part are not "
-                        "judged, the training's walk is left out")
-    served.set_defaults(function=_served)
-
     regenerate = commands.add_parser("regenerate", help="let a target answer the user turns of conversations itself")
     regenerate.add_argument("source", type=Path, help="conversations or prompts, in any form of 04_extract")
     regenerate.add_argument("out", type=Path, help="file to write (JSONL); a second call goes on where one was cut off")
@@ -96,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("evaluate", help="decode with and without drafters: acceptance, speed")
     evaluate.add_argument("--drafter", dest="drafters", type=Path, action="append", required=True, metavar="DIR",
                           help="a run folder, its drafter/best, or an exported drafter; repeat it for several")
-    evaluate.add_argument("--model", required=True, help="folder or hub id of the target")
+    evaluate.add_argument("--model", help="folder or hub id of the target")
+    evaluate.add_argument("--server", metavar="URL", help="base URL of a running vLLM or SGLang, such as "
+                          "http://localhost:8000: send it the prompts of the run's 07_evaluate, and compare")
+    evaluate.add_argument("--timeout", type=float, default=600.0, metavar="S", help="with --server: seconds without a "
+                          "byte of an answer (default: %(default)s)")
+    evaluate.add_argument("--no-target", action="store_true", help="with --server: do not load the target here: texts "
+                          "that part are not judged, the training's walk is left out")
     evaluate.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE",
                           help="named prompt sets (default: those in data/eval_prompts)")
     evaluate.add_argument("--num-prompts", type=int, help="the first so many of each set (default: all)")
@@ -105,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--dtype", default="float32", help="of target and drafters (default: %(default)s)")
     evaluate.add_argument("--device", default="cpu", help="default: %(default)s")
     evaluate.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's own choice)")
-    evaluate.add_argument("--out", type=Path, required=True, help="new folder for results.json, figures and page")
+    evaluate.add_argument("--out", type=Path, help="new folder for results.json, figures and page")
     evaluate.set_defaults(function=_evaluate)
 
     describe = commands.add_parser("describe", help="print what a hidden-state store holds")
@@ -205,7 +201,8 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _served(options: argparse.Namespace) -> int:
+def _evaluate_served(options: argparse.Namespace) -> int:
+    """`evaluate --server`: prompts, answers and files are those of the one run."""
     from dflash_lib.decoding.served_comparison import Reference, evaluate_served, walk_references
     from dflash_lib.decoding.server import ServerOptions
     from dflash_lib.files import write_json
@@ -213,26 +210,31 @@ def _served(options: argparse.Namespace) -> int:
     from dflash_lib.report.figures_serving import served_figure, served_table
     from dflash_lib.target.loading import load_target
 
-    record = load_record(options.run, "07_evaluate")
+    given = [name for name in ("model", "out", "prompts") if getattr(options, name)]
+    if len(options.drafters) != 1 or given:
+        raise ValueError("--server compares with one run's 07_evaluate: give one --drafter RUN, and no "
+                         + " or ".join(f"--{name}" for name in given or ["drafter more"]))
+    run, = options.drafters
+    record = load_record(run, "07_evaluate")
     if record is None:
-        raise ValueError(f"{options.run}: no results of 07_evaluate; run it first")
+        raise ValueError(f"{run}: no results of 07_evaluate; run it first")
     results, parameters = record["results"], record["parameters"]
     references = [Reference.from_record(one, results["block_size"])
                   for one in results["decoded"][:options.num_prompts]]
     if not references:
-        raise ValueError(f"{options.run}: no prompts to ask (--num-prompts {options.num_prompts})")
+        raise ValueError(f"{run}: no prompts to ask (--num-prompts {options.num_prompts})")
     target = walked = None
     if not options.no_target:
         model = input_path("model", parameters["model"])
         target = load_target(model, parameters["dtype"], parameters["device"], audit="quick")
-        walked = walk_references(target, options.run / "drafter" / "best", references)
+        walked = walk_references(target, run / "drafter" / "best", references)
     with Progress(len(references), "served", "prompts") as progress:
         comparison = evaluate_served(
             options.server, references, parameters["eval_max_new_tokens"], results["block_size"],
-            options.run / "served" / "answers.jsonl", target=target, walked=walked, on_answer=progress.set,
+            run / "served" / "answers.jsonl", target=target, walked=walked, on_answer=progress.set,
             options=ServerOptions(timeout_s=options.timeout, api_key=os.environ.get("DFLASH_SERVER_KEY")))
-    write_json(options.run / "served" / "comparison.json", to_json(comparison.to_dict()))
-    served_figure(comparison).savefig(options.run / "served" / "served.png")
+    write_json(run / "served" / "comparison.json", to_json(comparison.to_dict()))
+    served_figure(comparison).savefig(run / "served" / "served.png")
     print(served_table(comparison))
     return 0 if comparison.verdict == "agree" else 1
 
@@ -276,6 +278,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     from dflash_lib.report.evaluation_page import claim_folder, rendering_notes, summary, write_evaluation
     from dflash_lib.target.loading import load_target
 
+    if options.server is not None:
+        return _evaluate_served(options)
+    missing = [name for name in ("model", "out") if not getattr(options, name)]
+    if missing:
+        raise ValueError(f"evaluate needs {' and '.join(f'--{name}' for name in missing)}")
     if options.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: an answer needs at least 2, for a verify step")
     rendering = TemplateOptions(thinking=options.thinking, template_kwargs=options.template_kwargs)

@@ -1,10 +1,10 @@
-"""The exported drafter in a real vLLM server: `python -m dflash_lib served` against it.
+"""The exported drafter in a real vLLM server: `python -m dflash_lib evaluate --server` against it.
 
 usage: python -m tests.serving.check_vllm RUN SERVING_PYTHON [NUM_PROMPTS [DTYPE]]. RUN: a run folder with results of
 07_evaluate; SERVING_PYTHON: the Python of an environment with vLLM; DTYPE: what vLLM computes in, by default float32,
 and bfloat16 for targets with linear attention, whose kernel in vLLM's CPU build knows nothing else. Starts the server
 on a free port with the run's target and export, waits for it, compares, and ends it whatever happens; its log stays in
-RUN/served/server.log. Exits as `served` does. Outside CI.
+RUN/served/server.log. Exits as that does. Outside CI.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def main(run: str, python: str, num_prompts: str = "", dtype: str = "") -> int:
-    """Serves and compares; the exit code of `served`."""
+    """Serves and compares; the exit code of `evaluate`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the server
     folder = Path(run).resolve()
     record = load_record(folder, "07_evaluate")
@@ -100,7 +100,7 @@ def main(run: str, python: str, num_prompts: str = "", dtype: str = "") -> int:
     print(f"vLLM in {dtype}; its log: {log}", flush=True)
     with vllm_server(python, target, export, record["results"]["block_size"] - 1, dtype, log) as url:
         limit = ["--num-prompts", num_prompts] if num_prompts else []
-        return dflash(["served", str(folder), "--server", url, *limit])
+        return dflash(["evaluate", "--drafter", str(folder), "--server", url, *limit])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_up_inside_and_gone_behind(tmp_path, fault):
     seen = {}
     try:
         target, drafter = Path("/the/target"), Path("/the/drafter")
-        with check_vllm.vllm_server(fake_python(tmp_path), target, drafter, 7, "float32") as url:
+        with check_vllm.vllm_server(fake_python(tmp_path), target, drafter, 7, "float32", tmp_path / "log") as url:
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health") as response:
                 seen["status"] = response.status
             seen["engine"] = int((tmp_path / "engine").read_text())
@@ -73,5 +73,6 @@ def test_up_inside_and_gone_behind(tmp_path, fault):
 
 def test_a_server_that_does_not_come_up_shows_its_log(tmp_path):
     with pytest.raises(RuntimeError, match="exit code 1.*\n.*no such drafter"):
-        with check_vllm.vllm_server(fake_python(tmp_path, broken=True), Path("/t"), Path("/d"), 7, "float32"):
+        with check_vllm.vllm_server(fake_python(tmp_path, broken=True), Path("/t"), Path("/d"), 7, "float32",
+                                    tmp_path / "log"):
             raise AssertionError("it is not up")

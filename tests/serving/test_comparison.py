@@ -229,7 +229,7 @@ def test_the_figure_draws_what_it_is_given():
 
 
 def test_the_command(tmp_path, capsys):
-    """`served` on a run folder: prompts and steps from 07_evaluate's record, files beside them, an exit code."""
+    """`evaluate --server` on a run folder: prompts and steps of 07_evaluate's record, files beside them, exit codes."""
     accepted = make(10)
     decoded = [{"id": f"p{i}", "kind": "", "prompt_ids": [1, i], "token_ids": [7] * (1 + sum(steps) + len(steps)),
                 "finish_reason": "length", "accepted": steps, "num_new": [n + 1 for n in steps]}
@@ -238,7 +238,7 @@ def test_the_command(tmp_path, capsys):
     record = {"results": {"block_size": BLOCK_SIZE, "decoded": decoded}, "parameters": {"eval_max_new_tokens": 99}}
     (tmp_path / "results" / "07_evaluate.json").write_text(json.dumps(record))
     right = {(1, i): Scripted(one["token_ids"], one["accepted"]) for i, one in enumerate(decoded)}
-    command = ["served", str(tmp_path), "--no-target", "--server"]
+    command = ["evaluate", "--drafter", str(tmp_path), "--no-target", "--server"]
     with StandIn(right) as stand_in:
         assert main([*command, stand_in.url]) == 0
     assert "Serving agrees" in capsys.readouterr().out
@@ -249,5 +249,8 @@ def test_the_command(tmp_path, capsys):
         assert main([*command, stand_in.url, "--num-prompts", "8"]) == 1
     assert "8 prompts" in (said := capsys.readouterr().out) and "1. layer ids" in said
     assert len((tmp_path / "served" / "answers.jsonl").read_text().splitlines()) == 8
-    assert main(["served", str(tmp_path / "nowhere"), "--server", "localhost:1"]) == 2
+    assert main(["evaluate", "--drafter", str(tmp_path / "nowhere"), "--server", "localhost:1"]) == 2
+    for more in (["--model", "x"], ["--out", "x"], ["--drafter", "x"]):
+        assert main([*command, "localhost:1", *more]) == 2
+    assert main(["evaluate", "--drafter", str(tmp_path)]) == 2
     assert "no results of 07_evaluate" in capsys.readouterr().err
