@@ -102,9 +102,9 @@ class Evaluation:
 
     acceptance, slots, histogram, by_set, by_kind, positions, repetition: of the steps decoded for real. walked: the
     steps along the target's answers by name, the trained drafter first and toys behind it; promised: each block size
-    from walk and step costs; speeds: real decoding at `block_size` and at the best one; walk: training's against
-    decoding, None where rounding led every prompt to another text than the one that was walked; rejected: tables of
-    refused drafts. way: the key of block_size in the `SideBySide` results.
+    from walk and step costs; speeds: real decoding at `block_size` and at the one that these promise; walk: training's
+    against decoding, None where rounding led every prompt to another text than the one that was walked; rejected:
+    tables of refused drafts. way: the key of block_size in the `SideBySide` results.
     """
 
     name: str
@@ -122,7 +122,6 @@ class Evaluation:
     repetition: list[Bin]
     walked: dict[str, list[list[Step]]]
     promised: list[BlockLength]
-    best_block_size: int
     speeds: dict[int, Speed]
     walk: WalkComparison | None
     rejected: list[dict[str, Any]]
@@ -221,7 +220,7 @@ def _evaluation(target: Target, drafter: NamedDrafter, walk: _Walk, results: Seq
         by_kind=by_kind(steps, [prompt.kind for prompt in prompts]),
         positions=by_position(steps, [len(prompt.token_ids) for prompt in prompts]),
         repetition=by_repetition(steps, shares), walked={TRAINED: walk.by_size[size], **walk.toys},
-        promised=walk.promised, best_block_size=walk.best,
+        promised=walk.promised,
         speeds={s: speed_of(results, (drafter.name, s), s) for s in sorted({size, walk.best})},
         walk=compare_walk(walk.training, walk.answers, decoded) if comparable else None,
         rejected=rejection_table(target.tokenizer, rejections),

@@ -153,6 +153,11 @@ def speed_of(results: Sequence[SideBySide], way: Hashable, block_size: int | Non
         output_token_s=decode_s / (num_tokens - len(drafted)))
 
 
+def fastest(speeds: Mapping[Hashable, Speed]) -> Speed:
+    """The way that decoded fastest for real, whatever costs had promised; of equal ones the first."""
+    return max(speeds.values(), key=lambda speed: speed.speedup.value)
+
+
 def record(result: SideBySide, way: Hashable) -> dict[str, Any]:
     """What a comparison with a server needs of one prompt, JSON-able: tokens asked and answered, steps."""
     decoded = result.speculative[way]

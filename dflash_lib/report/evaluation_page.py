@@ -11,7 +11,7 @@ from typing import Any
 from dflash_lib.conversations.rendering import TemplateOptions
 from dflash_lib.decoding.acceptance import Interval, acceptance_length, by_slot
 from dflash_lib.decoding.comparison import Comparison, Evaluation, NamedDrafter
-from dflash_lib.decoding.side_by_side import SideBySide, record, showpiece
+from dflash_lib.decoding.side_by_side import SideBySide, fastest, record, showpiece
 from dflash_lib.files import write_json
 from dflash_lib.report import figures_decoding as decoding_figures
 from dflash_lib.report import figures_evaluation as figures
@@ -86,7 +86,7 @@ def rows(comparison: Comparison) -> list[list[str]]:
     """One row a drafter, as text, in the order of COLUMNS."""
     table = []
     for e in comparison.evaluations:
-        speed, best = e.speeds[e.block_size], e.speeds[e.best_block_size]
+        speed, best = e.speeds[e.block_size], fastest(e.speeds)
         difference = comparison.differences.get(e.name)
         table.append([
             e.name, str(e.block_size), str(e.acceptance), "" if difference is None else _signed(difference),
@@ -157,9 +157,9 @@ def _figures(comparison: Comparison) -> dict[str, tuple[Any, str]]:
                      "Where in the answer, and in what kind of text, drafts are accepted."),
             "block_sizes": (decoding_figures.block_size_figure(e.promised, list(e.speeds.values())),
                             "Acceptance and cost of every block size up to the trained one."),
-            "speed": (decoding_figures.speed_figure(results, e.speeds[e.best_block_size],
-                                                    (e.name, e.best_block_size)),
-                      "Speed with and without drafter, at the best block size, in turns on this machine.")}.items()}
+            "speed": (decoding_figures.speed_figure(results, fastest(e.speeds),
+                                                    (e.name, fastest(e.speeds).block_size)),
+                      "Speed with and without drafter, at the faster block size, in turns on this machine.")}.items()}
         if e.walk is not None:
             drawn[f"{number}-walk"] = (figures.walk_figure(e.walk),
                                        "Acceptance as training counts it, on the answers that were decoded.")
@@ -188,7 +188,8 @@ def _drafter(comparison: Comparison, e: Evaluation) -> dict[str, Any]:
         "by_repetition": [asdict(b) for b in e.repetition],
         "walked": {name: vars(i) for name, i in proposers.items()},
         "leads": {name: vars(i) for name, i in leads.items()},
-        "block_sizes": [{**vars(b), "speedup": b.speedup} for b in e.promised], "best_block_size": e.best_block_size,
+        "block_sizes": [{**vars(b), "speedup": b.speedup} for b in e.promised],
+        "best_block_size": fastest(e.speeds).block_size,
         "speeds": [{**asdict(s), "break_even": s.break_even, "draft_share": s.draft_share}
                    for s in e.speeds.values()],
         "walk_against_decoding": None if e.walk is None else {
@@ -202,7 +203,7 @@ def _page(out: Path, comparison: Comparison, tokenizer, about: dict[str, Any], c
     passed = sum(check["passed"] for check in checks)
     state = pill(f"{passed} of {len(checks)} checks passed", passed == len(checks))
     first = comparison.evaluations[0]
-    best = first.speeds[first.best_block_size]
+    best = fastest(first.speeds)
     outcome = (f"{first.name}: {first.acceptance} tokens a verify step at block size {first.block_size}; at its best, "
                f"block size {best.block_size}, {best.speedup} times plain decoding.")
     settings = "".join(f"<tr><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>" for key, value in about.items())

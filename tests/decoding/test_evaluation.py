@@ -1,5 +1,7 @@
 """Evaluation: prompts, walks of all proposers, real decoding side by side."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from dflash_lib.decoding.side_by_side import (
     block_lengths,
     decode_in_turns,
     decode_side_by_side,
+    fastest,
     measure_step_seconds,
     record,
     showpiece,
@@ -219,3 +222,10 @@ def test_what_a_server_is_compared_with():
 def test_step_seconds(tiny_talker, answers):
     verify, draft = measure_step_seconds(tiny_talker, FromStates(), answers[0], 4, num_repeats=2)
     assert list(verify) == [1, 2, 3, 4] and min(verify.values()) > 0 and draft > 0
+
+
+def test_the_faster_way_is_the_one_that_decoded_faster():
+    """Costs had promised another: what was timed counts."""
+    speeds = {size: SimpleNamespace(block_size=size, speedup=SimpleNamespace(value=value))
+              for size, value in ((2, 0.33), (8, 0.54), (5, 0.54))}
+    assert fastest(speeds).block_size == 8
