@@ -3,7 +3,6 @@
 Slow: the package is installed into a folder of its own, and runs in subprocesses (tests/speculators_package.py).
 """
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflash_lib.files import read_json
 from dflash_lib.hidden_states.formats import open_states
 from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
 from tests import speculators_package
@@ -28,10 +28,10 @@ def environment():
     return speculators_package.environment()
 
 
-def run(environment, *arguments, code=0) -> str:
+def run(environment, *arguments) -> str:
     done = subprocess.run([sys.executable, "-W", "ignore", *map(str, arguments)], env=environment, capture_output=True,
-                          text=True, timeout=600)
-    assert done.returncode == code, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+                          text=True)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr
 
 
@@ -44,61 +44,65 @@ def store(tiny_llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exported(store, tmp_path_factory):
+def exported(store, tiny_llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    for name, options in [("bf16", {}), ("fp8", {"encoding": "fp8"}), ("rows", {"with_states": False})]:
-        convert(open_states(store), folder / name, ConvertOptions(to="speculators", **options), show=False)
+    make_random_store(folder / "random-store", tiny_llama)
+    for source, name, options in [
+            (store, "bf16", {}), (store, "fp8", {"encoding": "fp8"}), (store, "rows", {"with_states": False}),
+            (folder / "random-store", "random", {}), (folder / "random-store", "random-fp8", {"encoding": "fp8"})]:
+        convert(open_states(source), folder / name, ConvertOptions(to="speculators", **options), show=False)
     return folder
 
 
-def test_its_data_set_class_collator_and_check_read_our_files(environment, store, exported, tmp_path):
+@pytest.fixture(scope="module")
+def theirs(environment, store, exported, tmp_path_factory):
+    """What the package makes of our files: speculators_worker.py."""
+    folder = tmp_path_factory.mktemp("theirs")
+    run(environment, WORKER, exported, store, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "store"])
+def test_its_data_set_class_collator_and_check_read_our_files(theirs, store, exported, name):
     """Every sample through ArrowDataset and check_hidden_states, and packed by CollateFn: from the files, from the fp8
-    files through its FP8Transfer, and from the store through ours, by a spawned data loader worker, too."""
-    for name in ("bf16", "fp8", "store"):
-        run(environment, WORKER, "read", name, exported, store, tmp_path / f"{name}.pt")
-    samples = read_all(store)
-    fp8 = open_states(exported / "fp8")
-    for name in ("bf16", "fp8", "store"):
-        read = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        assert len(read["samples"]) == len(samples) == 24
-        position = 0
-        for i, (theirs, ours) in enumerate(zip(read["samples"], samples, strict=True)):
-            states = torch.cat([ours.aux_hidden_states, ours.last_hidden_state_prenorm[:, None]], dim=1)
-            if name == "fp8":  # its own arithmetic: bf16 times the scale rounded to bf16
-                stored = fp8.read(i)
-                states = stored.states.bfloat16() * stored.scales.bfloat16()
-                assert torch.allclose(states.float(), stored.decoded(), rtol=2**-7, atol=0)
-            assert torch.equal(theirs["hidden_states"], states[:, :-1].flatten(1))
-            assert torch.equal(theirs["verifier_last_hidden_states"], states[:, -1])
-            assert theirs["input_ids"].tolist() == ours.input_ids.tolist()
-            assert theirs["loss_mask"].tolist() == ours.loss_mask.tolist()
-            rows = slice(position, position + len(ours.input_ids))
-            assert torch.equal(read["packed"]["hidden_states"][0, rows], states[:, :-1].flatten(1)), "packed in a row"
-            assert (read["packed"]["document_ids"][0, rows] == i).all()
-            position = rows.stop
-        assert read["packed"]["error_records"] == 0
+    files through its FP8Transfer, and from the store through ours, there by a spawned data loader worker, too."""
+    samples, fp8 = read_all(store), open_states(exported / "fp8")
+    read = torch.load(theirs / f"{name}.pt", weights_only=True)
+    assert len(read["samples"]) == len(samples) == 24
+    position = 0
+    for i, (sample, ours) in enumerate(zip(read["samples"], samples, strict=True)):
+        states = torch.cat([ours.aux_hidden_states, ours.last_hidden_state_prenorm[:, None]], dim=1)
+        if name == "fp8":  # its own arithmetic: bf16 times the scale rounded to bf16
+            stored = fp8.read(i)
+            states = stored.states.bfloat16() * stored.scales.bfloat16()
+            assert torch.allclose(states.float(), stored.decoded(), rtol=2**-7, atol=0)
+        assert torch.equal(sample["hidden_states"], states[:, :-1].flatten(1))
+        assert torch.equal(sample["verifier_last_hidden_states"], states[:, -1])
+        assert sample["input_ids"].tolist() == ours.input_ids.tolist()
+        assert sample["loss_mask"].tolist() == ours.loss_mask.tolist()
+        rows = slice(position, position + len(ours.input_ids))
+        assert torch.equal(read["packed"]["hidden_states"][0, rows], states[:, :-1].flatten(1)), "packed in a row"
+        assert (read["packed"]["document_ids"][0, rows] == i).all()
+        position = rows.stop
+    assert read["packed"]["error_records"] == 0
+    if name == "store":
         assert torch.equal(read["packed"]["hidden_states"], read["from_worker"]["hidden_states"])
 
 
-def test_our_fp8_form_is_theirs_bit_for_bit(environment, tiny_llama, tmp_path):
-    make_random_store(tmp_path / "store", tiny_llama)
-    convert(open_states(tmp_path / "store"), tmp_path / "fp8", ConvertOptions(to="speculators", encoding="fp8"),
-            show=False)
-    convert(open_states(tmp_path / "store"), tmp_path / "bf16", ConvertOptions(to="speculators"), show=False)
-    run(environment, WORKER, "quantize", tmp_path / "bf16" / "hidden_states", tmp_path / "theirs")
-    files = sorted((tmp_path / "theirs").iterdir())
+def test_our_fp8_form_is_theirs_bit_for_bit(theirs, exported):
+    files = sorted((theirs / "theirs").iterdir())
     assert len(files) == 12
     for path in files:
-        theirs, ours = load_file(path), load_file(tmp_path / "fp8" / "hidden_states" / path.name)
-        assert torch.equal(theirs["hidden_states"].view(torch.uint8), ours["hidden_states"].view(torch.uint8))
-        assert torch.equal(theirs["hidden_states_scales"], ours["hidden_states_scales"])
-        assert torch.equal(theirs["token_ids"], ours["token_ids"])
+        wanted, ours = load_file(path), load_file(exported / "random-fp8" / "hidden_states" / path.name)
+        assert torch.equal(wanted["hidden_states"].view(torch.uint8), ours["hidden_states"].view(torch.uint8))
+        assert torch.equal(wanted["hidden_states_scales"], ours["hidden_states_scales"])
+        assert torch.equal(wanted["token_ids"], ours["token_ids"])
 
 
-def test_what_it_must_refuse_it_refuses(environment, exported, tmp_path):
+def test_what_it_must_refuse_it_refuses(theirs):
     """The checks above can fail: a swapped file is not the row's, and a NaN is seen."""
-    printed = run(environment, WORKER, "refuse", exported / "bf16", tmp_path / "damaged")
-    assert "swapped: SampleUnavailable" in printed and "nan: Hidden states contain non-finite values" in printed
+    said = read_json(theirs / "said.json")
+    assert said["swapped"] == "SampleUnavailable" and "contain non-finite values" in said["nan"]
 
 
 def test_its_trainer_trains_straight_from_a_store(environment, store, exported, tiny_llama_folder, tmp_path):
@@ -113,7 +117,7 @@ def test_its_trainer_trains_straight_from_a_store(environment, store, exported, 
         "--mask-token-id", 3, "--draft-vocab-size", VOCAB_SIZE, "--draft-attn-impl", "sdpa", "--loss-implementation",
         "eager", "--hidden-states-dtype", "float32", "--total-seq-len", 256, "--num-workers", 0, "--epochs", 8,
         "--lr", 3e-3, "--log-freq", 1)
-    config = json.loads(next((tmp_path / "out").glob("**/config.json")).read_text())
+    config = read_json(next((tmp_path / "out").glob("**/config.json")))
     assert config["aux_hidden_state_layer_ids"] == [2, 4, 5]
     losses = [float(word.split("=")[1]) for word in printed.split() if word.startswith("loss=")]
     assert losses, printed[-3000:]
