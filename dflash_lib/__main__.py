@@ -193,7 +193,7 @@ def summary_table(result: PipelineResult) -> str:
         record = load_record(result.folder, stage.notebook)
         checks = record["checks"] if record else []
         passed = f"{sum(c['passed'] for c in checks)}/{len(checks)}" if record else "-"
-        seconds = f"{record['seconds'] if record else stage.seconds:.0f}"
+        seconds = f"{stage.seconds or (record['seconds'] if record else 0):.0f}"
         earlier = "earlier: " if record and stage.state == "not run" else ""
         lines.append(f"{stage.notebook:<18} {stage.state:<8} {passed:>7} {seconds:>8}  "
                      f"{earlier}{record['outcome'] if record else '-'}")

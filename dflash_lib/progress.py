@@ -32,6 +32,7 @@ class Progress:
         self.done = self.start = start
         self.began = self.last = time.monotonic()
         self.note = ""
+        self.shown: tuple[int, str] | None = None
 
     def restart(self, done: int) -> None:
         """Rate and time left count from here on: what came before was preparation, or an earlier call's work."""
@@ -62,7 +63,7 @@ class Progress:
         return f"{text}, {self.note}" if self.note else text
 
     def _show(self) -> None:
-        line = self.line()
+        line, self.shown = self.line(), (self.done, self.note)
         if self.live:  # spaces over what a longer line left behind: a notebook knows no "erase to the end of the line"
             self.stream.write("\r" + line.ljust(self.width))
             self.width = len(line)
@@ -71,8 +72,9 @@ class Progress:
         self.stream.flush()
 
     def close(self) -> None:
-        """Shows the last state and ends the line."""
-        self._show()
+        """Shows the last state, if it was not shown already, and ends the line."""
+        if self.shown != (self.done, self.note):
+            self._show()
         if self.live:
             self.stream.write("\n")
 

@@ -123,6 +123,14 @@ class Speed:
         return self.step_s / self.plain_step_s
 
     @property
+    def caveat(self) -> str:
+        """What to think of the speed-up, in words behind it; "" when it stands as it is. A verify step takes at least
+        as long as a plain one, so no speed-up is above the acceptance length unless something disturbed the times."""
+        if self.speedup.value > self.acceptance_length or self.break_even < 1:
+            return ", more than these steps allow: other work on this machine disturbed the times"
+        return ", no certain difference" if self.speedup.low <= 1 <= self.speedup.high else ""
+
+    @property
     def draft_share(self) -> float:
         """The proposer's share of a verify step's seconds."""
         return self.draft_s / self.step_s

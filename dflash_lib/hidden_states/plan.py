@@ -131,7 +131,7 @@ class ExtractionPlan:
         path = Path(store) / PLAN_FILE
         if not path.is_file():
             raise StoreError(f"{path}: no such file, so {store} is no hidden-state store. Extract it first "
-                             "(04_extract).")
+                             "(04_extract), or, in a notebook, set run_dir to a run that has it, such as runs/demo.")
         try:
             value = read_json(path)
             if value.get("schema") != SCHEMA:

@@ -160,4 +160,4 @@ def has_digest(dataset: h5py.Dataset, digest) -> bool:
 
 def repair(shard: str) -> str:
     """What to do about a damaged shard: resuming replaces shards that are absent or cannot be opened, no others."""
-    return f"Delete {shard} from the store and run 04_extract again: it makes this shard anew."
+    return f"Delete {shard} from the store and run 04_extract (or convert) again: it makes this shard anew."

@@ -205,7 +205,7 @@ def _page(out: Path, comparison: Comparison, tokenizer, about: dict[str, Any], c
     first = comparison.evaluations[0]
     best = fastest(first.speeds)
     outcome = (f"{first.name}: {first.acceptance} tokens a verify step at block size {first.block_size}; at its best, "
-               f"block size {best.block_size}, {best.speedup} times plain decoding.")
+               f"block size {best.block_size}, {best.speedup} times plain decoding{best.caveat}.")
     settings = "".join(f"<tr><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>" for key, value in about.items())
     shared = [name for name in captions if not name[0].isdigit()]
     leaves = _table(["prompt", "drafter", "block size", "", "token", "gap (logits)"], [
@@ -214,6 +214,7 @@ def _page(out: Path, comparison: Comparison, tokenizer, about: dict[str, Any], c
         for leaf in comparison.leaves])
     # drafters side by side: as rows, thirteen columns would not fit a page
     head, *body = (list(line) for line in zip(COLUMNS, *rows(comparison), strict=True))
+    body = [line for line in body if any(line[1:])]  # nothing is paired with the only drafter
     parts = [f"""<header class="top"><h1>Evaluation</h1>{state}</header>
 <p class="muted">{datetime.datetime.now():%d %B %Y, %H:%M} &middot; {len(comparison.prompts)} prompts &middot;
 95 % bootstrap intervals over prompts</p>

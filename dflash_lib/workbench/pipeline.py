@@ -272,6 +272,10 @@ def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: 
                 notebook, out, values, kernel_name="python3", language="python", cwd=REPOSITORY, progress_bar=False,
                 extra_arguments=["--IPKernelApp.log_level=50"],  # else it warns of its TCP transport on every start
                 stdout_file=_Indented(stream), stderr_file=_Indented(stream))
+    except KeyboardInterrupt:
+        for name in ("asyncio", "traitlets", "nbclient"):  # that the kernel ended while they waited for it is no news
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        raise
     except papermill.PapermillExecutionError as error:
         return f"{notebook.stem}: cell {error.cell_index} raised {error.ename}: {error.evalue}"
     except (DeadKernelError, RuntimeError) as error:  # nbclient raises RuntimeError for a kernel that never answered

@@ -14,6 +14,7 @@ from dflash_lib.decoding.evaluation import answer_prompts, draft_answers, walk_b
 from dflash_lib.decoding.side_by_side import (
     BlockLength,
     SideBySide,
+    Speed,
     Way,
     best_block_size,
     block_lengths,
@@ -229,3 +230,12 @@ def test_the_faster_way_is_the_one_that_decoded_faster():
     speeds = {size: SimpleNamespace(block_size=size, speedup=SimpleNamespace(value=value))
               for size, value in ((2, 0.33), (8, 0.54), (5, 0.54))}
     assert fastest(speeds).block_size == 8
+
+
+@pytest.mark.parametrize("speedup, step_s, words", [
+    (Interval(1.5, 1.2, 1.8), 1.3, ""), (Interval(1.5, 0.9, 1.8), 1.3, "no certain difference"),
+    (Interval(2.5, 2.2, 2.8), 1.3, "disturbed"), (Interval(1.5, 1.2, 1.8), 0.9, "disturbed")])
+def test_a_speedup_that_cannot_be_says_so(speedup, step_s, words):
+    """2 tokens a step, each step at least as long as a plain one: at most twice as fast."""
+    speed = Speed(4, 1, 1, 0, 0, 2.0, 1.0, 1.0, speedup, 1.0, step_s, 0.5, 0.1, 0.5)
+    assert (words in speed.caveat) and bool(speed.caveat) == bool(words)

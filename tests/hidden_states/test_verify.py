@@ -60,7 +60,7 @@ def test_a_flipped_byte_in_the_data_is_found(copied, prepared):
     raw[chunk.byte_offset + chunk.size // 2] ^= 4
     path.write_bytes(raw)
     num, text = failed(copied, prepared)["checksums"]
-    assert num >= 1 and "Delete shard-00001.h5 from the store and run 04_extract again" in text
+    assert num >= 1 and "Delete shard-00001.h5 from the store and run 04_extract (or convert) again" in text
     with HiddenStateStore.open(copied) as store, pytest.raises(StoreError, match="checksums"):
         require_verified(verify_store(store, prepared))
 

@@ -193,8 +193,12 @@ class SpeculatorsDestination:
         if len(self.rows) != len(self.units):
             raise StoreError(f"{self.folder}: its data set has {len(self.rows)} rows for {len(self.units)} samples")
         if self.with_states:
-            strange = {entry.name for entry in os.scandir(state_file(self.folder, 0).parent)
-                       } - {state_file(self.folder, i).name for i in self.units}
+            folder = state_file(self.folder, 0).parent
+            strange = {entry.name for entry in os.scandir(folder)} - {state_file(self.folder, i).name
+                                                                      for i in self.units}
+            for name in [name for name in strange if name.startswith(".")]:  # what a killed write left
+                (folder / name).unlink()
+                strange.remove(name)
             if strange:
                 raise StoreError(f"{self.folder / STATES}: holds {min(strange)}, which is no part of this conversion. "
                                  "Remove it and give the same command again.")
