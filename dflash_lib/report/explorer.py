@@ -71,7 +71,7 @@ def explore(explorer: Explorer, channels: list[MassiveChannel], live: bool | Non
         raise ImportError("the controls need ipywidgets: pip install ipywidgets, then restart the kernel (and reload "
                           "the page once, for JupyterLab to see it)") from error
     control = {
-        "view": widgets.ToggleButtons(options=[ONE_SAMPLE, ONE_LAYER], value=begin["view"], description="show"),
+        "view": widgets.ToggleButtons(options=[ONE_SAMPLE, ONE_LAYER], value=begin["view"]),
         "layer": widgets.Dropdown(options=[(name, i) for i, name in enumerate(statistics.names)],
                                   value=begin["layer"], description="layer"),
         "sample": widgets.Dropdown(options=[(f"sample {i}", i) for i in statistics.samples], value=begin["sample"],
@@ -80,7 +80,7 @@ def explore(explorer: Explorer, channels: list[MassiveChannel], live: bool | Non
                                           description="channel"),
         "log_scale": widgets.Checkbox(value=True, description="log scale"),
     }
-    image, text = widgets.Image(format="png"), widgets.HTML()
+    image, text = widgets.Image(format="png", layout={"max_width": "990px"}), widgets.HTML()
 
     def show(_change=None) -> None:
         choice = {name: widget.value for name, widget in control.items()}

@@ -33,7 +33,8 @@ from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder
 DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
 COUNTS = ("max_length", "num_aux_layers", "token_budget", "num_workers", "gpus", "epochs", "eval_prompts",
-          "eval_max_new_tokens", "num_statistics_samples", "decode_tokens_s", "steps")  # that nothing else checks
+          "eval_max_new_tokens", "num_statistics_samples", "num_recomputed_samples", "decode_tokens_s",
+          "steps")  # that nothing else checks
 DECODINGS = 2  # how often 07_evaluate decodes each prompt, about: plain and speculative
 
 
