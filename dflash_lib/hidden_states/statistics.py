@@ -1,148 +1,198 @@
-"""What stored hidden states look like: norms, massive activations, similarity of layers, effective rank, final norm.
+"""What stored hidden states look like: norms, tails, massive activations, drift by position, groups of tokens,
+similarity of layers, the final norm.
 
-Everything is accumulated sample by sample in float64, so that memory does not grow with the number of samples.
-Position 0 carries massive activations in many targets and stands apart in every figure (DESIGN.md, convention 10).
+A few numbers of each token are kept (about 24 bytes a token and layer), never its states, so memory does not grow with
+the hidden size; samples are drawn whole (sampling.py), and each figure has its error. Position 0 carries massive
+activations in many targets and stands apart in every figure (DESIGN.md, convention 10).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash_lib.conversations.thoughts import ANSWER, PROMPT, THOUGHT, TokenGroups
+from dflash_lib.hidden_states.massive import Massive, find_massive
+from dflash_lib.hidden_states.sampling import Estimate, SampleBootstrap, state_blocks, state_names
 from dflash_lib.hidden_states.schema import StoreError
+from dflash_lib.hidden_states.spectra import Spectra, covariance_spectra
 from dflash_lib.hidden_states.store import HiddenStateStore
 
-NUM_POSITIONS = 128  # positions shown one by one
 MAGNITUDE_BINS = np.logspace(-4, 4, 129)
+GROUPS = {"prompt": (PROMPT,), "supervised": (ANSWER, THOUGHT), "thought": (THOUGHT,), "answer": (ANSWER,)}
 
 
 @dataclass(frozen=True)
-class MassiveChannel:
-    """A channel that is far larger than the rest: its median value at position 0 and its mean at all others."""
+class TokenTable:
+    """A few numbers of every token that was looked at, position 0 too. n tokens, K layers.
 
-    layer: str
-    channel: int
-    at_0: float
-    elsewhere: float
+    sample: int32 [n], number of its sample; position, token: int32 [n]; group: int8 [n], PROMPT, ANSWER or THOUGHT.
+    norm; largest: largest |value|; median: median |value|; kurtosis: of its H values (3 for a normal distribution, H
+    where one value is all); drift: cosine to the mean state: float32 [n, K].
+    """
+
+    sample: np.ndarray
+    position: np.ndarray
+    token: np.ndarray
+    group: np.ndarray
+    norm: np.ndarray
+    largest: np.ndarray
+    median: np.ndarray
+    kurtosis: np.ndarray
+    drift: np.ndarray
+
+    @cached_property
+    def rest(self) -> np.ndarray:
+        """bool [n]: behind position 0."""
+        return self.position > 0
+
+    @cached_property
+    def peak(self) -> np.ndarray:
+        """[n, K]: largest over median |value|."""
+        return self.largest / np.maximum(self.median, 1e-30)
 
 
 @dataclass(frozen=True)
 class StateStatistics:
-    """Figures of notebook 05. K = tapped layers, plus the last layer before the norm where stored.
+    """Figures of notebook 05. K = tapped layers, plus the last layer before the norm.
 
-    names: [K], "layer 14" or "last, pre-norm"; num_tokens: tokens counted, position 0 left out.
-    norms: [tokens, K] norm of every token but position 0; norms_at_0: [samples, K].
-    norm_by_position: [positions, K] median norm, NaN where fewer than 5 samples reach.
-    median_magnitude: [K] median |value| elsewhere; largest_at_0, largest_elsewhere: [K] median over tokens of the
-    largest |value| of a token. massive: the three largest channels of every layer at position 0.
-    similarity: [K, K] mean cosine between layers of one token; spectra: [K, H] eigenvalues of the covariance, largest
-    first, as shares of their sum; effective_rank: [K] exp of the spectrum's entropy; rank_90: [K] directions that carry
-    90 % of the variance.
-    magnitude_bins: edges; before_norm, after_norm: shares of the last state's values whose magnitude is in each bin.
+    names: [K], "layer 14" or "last, pre-norm"; samples: the sample indices that were drawn; population: samples in the
+    store; num_tokens: tokens counted, position 0 left out. mean: [K, H] mean state. similarity: [K, K] mean cosine
+    between layers of one token. magnitude_bins: edges; before_norm, after_norm: shares of the last state's values whose
+    magnitude is in each bin.
     """
 
     names: list[str]
-    num_samples: int
+    samples: list[int]
+    population: int
     num_tokens: int
-    norms: np.ndarray
-    norms_at_0: np.ndarray
-    norm_by_position: np.ndarray
-    median_magnitude: np.ndarray
-    largest_at_0: np.ndarray
-    largest_elsewhere: np.ndarray
-    massive: list[MassiveChannel]
-    similarity: np.ndarray
-    spectra: np.ndarray
-    effective_rank: np.ndarray
-    rank_90: np.ndarray
+    tokens: TokenTable
+    mean: np.ndarray
+    massive: Massive
+    similarity: Estimate
+    spectra: Spectra
     magnitude_bins: np.ndarray
     before_norm: np.ndarray
     after_norm: np.ndarray
+    has_thoughts: bool
+    why_no_thoughts: str
 
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples)
 
-def spread_indices(indices: Sequence[int], num: int) -> list[int]:
-    """At most `num` of the indices, evenly spread over them."""
-    return [indices[i] for i in np.linspace(0, len(indices) - 1, min(num, len(indices))).astype(int)]
+    def bootstrap(self, where: np.ndarray) -> SampleBootstrap:
+        """For the tokens in `where` (bool [n])."""
+        return SampleBootstrap(self.tokens.sample[where], self.num_samples, self.population)
 
+    def median(self, quantity: str, group: str = "", at_0: bool = False) -> Estimate:
+        """[K]: median over tokens of a column of `tokens` ("norm", "peak", "kurtosis", "drift", ...) with its error:
+        of all tokens behind position 0, of those of a group in GROUPS, or of position 0."""
+        values = getattr(self.tokens, quantity)
+        where = ~self.tokens.rest if at_0 else self.tokens.rest
+        chosen = np.isin(self.tokens.group[where], GROUPS[group]) if group else None
+        return self.bootstrap(where).median(values[where], chosen)
 
-def effective_rank(eigenvalues: np.ndarray) -> float:
-    """exp of the entropy of the eigenvalues' shares (Roy and Vetterli, 2007): 1 to len(eigenvalues)."""
-    shares = np.clip(eigenvalues, 0, None)
-    shares = shares[shares > 0] / shares.sum()
-    return float(np.exp(-(shares * np.log(shares)).sum()))
+    @cached_property
+    def position_edges(self) -> np.ndarray:
+        """Edges of groups of positions: one by one at the beginning, then each a quarter wider than the one before."""
+        edges = [0, 1]
+        while edges[-1] <= self.tokens.position.max():
+            edges.append(max(edges[-1] + 1, int(edges[-1] * 1.25)))
+        return np.array(edges)
+
+    def by_position(self, quantity: str) -> Estimate:
+        """[groups of positions, K]: median over tokens, NaN where fewer than MIN_SAMPLES samples reach."""
+        values = getattr(self.tokens, quantity)
+        everything = self.bootstrap(np.ones(len(values), bool))
+        which = np.digitize(self.tokens.position, self.position_edges) - 1
+        found = [everything.median(values, which == i) for i in range(len(self.position_edges) - 1)]
+        return Estimate(*(np.stack([getattr(f, part) for f in found]) for part in ("value", "low", "high")))
+
+    def nearest_layers(self) -> tuple[str, str, float, float]:
+        """The two tapped layers that are most alike: names, mean cosine, its error; of a single one itself, 1."""
+        num = len(self.names) - 1
+        if num < 2:
+            return self.names[0], self.names[0], 1.0, 0.0
+        pairs = [(i, j) for i in range(num) for j in range(i)]
+        i, j = max(pairs, key=lambda pair: self.similarity.value[pair])
+        return self.names[j], self.names[i], float(self.similarity.value[i, j]), float(self.similarity.error[i, j])
 
 
 @torch.no_grad()
-def collect_statistics(store: HiddenStateStore, sample_indices: Sequence[int],
-                       final_norm: nn.Module) -> StateStatistics:
-    """Reads the samples and accumulates. final_norm: the target's own module.
+def collect_statistics(store: HiddenStateStore, samples: Sequence[int], final_norm: nn.Module,
+                       tokenizer) -> StateStatistics:
+    """Reads the samples and accumulates. final_norm: the target's own module, on whose device the spectra are computed;
+    tokenizer: tells thoughts from answers.
 
     Raises StoreError when the store lacks the last state, or when fewer than two tokens are left.
     """
-    if not store.plan.last:
-        raise StoreError(f"{store.folder}: stored without the last hidden state, which these statistics need")
-    names = [f"layer {k}" for k in store.target_layer_ids] + ["last, pre-norm"]
-    num_layers, hidden = len(names), store.hidden_size
-    norms, norms_at_0, first_tokens, largest, medians = [], [], [], [], []
-    by_position: list[list[Tensor]] = [[] for _ in range(NUM_POSITIONS)]
-    cosine = torch.zeros(num_layers, num_layers, dtype=torch.float64)
-    total = torch.zeros(num_layers, hidden, dtype=torch.float64)
-    outer = torch.zeros(num_layers, hidden, hidden, dtype=torch.float64)
-    counts = {name: np.zeros(len(MAGNITUDE_BINS) - 1) for name in ("before", "after")}
-    device = next(final_norm.parameters()).device
-    num_tokens = 0
-    for index in sample_indices:
-        sample = store.read(index)
-        last = sample.last_hidden_state_prenorm.float()
-        states = torch.cat([sample.aux_hidden_states.float(), last[:, None]], dim=1)  # [T, K, H]
-        norm = states.norm(dim=-1)
-        for position in range(min(len(states), NUM_POSITIONS)):
-            by_position[position].append(norm[position])
-        norms_at_0.append(norm[0])
-        first_tokens.append(states[0])
-        rest = states[1:]
-        if not len(rest):
-            continue
-        norms.append(norm[1:])
-        largest.append(rest.abs().amax(dim=-1))
-        medians.append(rest.abs().median(dim=-1).values)
-        unit = (rest / norm[1:, :, None]).double()
-        cosine += torch.einsum("tkh,tlh->kl", unit, unit)
-        rest = rest.double()
-        total += rest.sum(dim=0)
-        outer += torch.einsum("tkh,tkg->khg", rest, rest)
-        num_tokens += len(rest)
-        for name, values in (("before", last[1:]), ("after", final_norm(last[1:].to(device)).float().cpu())):
-            counts[name] += np.histogram(values.abs().numpy(), MAGNITUDE_BINS)[0]
+    names, samples = state_names(store), list(samples)
+    groups = TokenGroups(tokenizer)
+    columns: dict[str, list] = {name: [] for name in ("sample", "position", "token", "group")}
+    for number, index in enumerate(samples):
+        input_ids, loss_mask = store.read_tokens(index)
+        columns["sample"].append(np.full(len(input_ids), number, np.int32))
+        columns["position"].append(np.arange(len(input_ids), dtype=np.int32))
+        columns["token"].append(input_ids)
+        columns["group"].append(groups.of(input_ids, loss_mask))
+    table = {name: np.concatenate(column) if column else np.zeros(0, np.int32) for name, column in columns.items()}
+    num_tokens = int((table["position"] > 0).sum())
     if num_tokens < 2:
         raise StoreError(f"{store.folder}: {num_tokens} tokens behind position 0 in the chosen samples; too few")
+    device = next(final_norm.parameters()).device
+    num_layers, hidden = len(names), store.hidden_size
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("norm", "largest", "median", "kurtosis")}
+    cosines = np.zeros((len(samples), num_layers, num_layers))
+    total = torch.zeros(num_layers, hidden, dtype=torch.float64)
+    counts = {name: np.zeros(len(MAGNITUDE_BINS) - 1) for name in ("before", "after")}
+    for number, start, states in state_blocks(store, samples):
+        for name, values in _numbers_of(states).items():
+            parts[name].append(values)
+        rest = states[int(start == 0):]
+        unit = nn.functional.normalize(rest, dim=-1)
+        cosines[number] += (unit @ unit.transpose(1, 2)).double().sum(dim=0).numpy()
+        total += rest.double().sum(dim=0)
+        last = rest[:, -1]
+        for name, values in (("before", last), ("after", final_norm(last.to(device)).float().cpu())):
+            counts[name] += np.histogram(values.abs().numpy(), MAGNITUDE_BINS)[0]
     mean = total / num_tokens
-    covariance = outer / num_tokens - mean[:, :, None] * mean[:, None, :]
-    spectra = torch.linalg.eigvalsh(covariance).flip(-1).clamp(min=0)
-    spectra = (spectra / spectra.sum(dim=-1, keepdim=True)).numpy()
+    rest_of = table["position"] > 0
+    bootstrap = SampleBootstrap(table["sample"][rest_of], len(samples), store.num_samples)
+    tokens = TokenTable(**table, **{name: np.concatenate(arrays) for name, arrays in parts.items()},
+                        drift=_cosine_to(mean.float(), store, samples))
     return StateStatistics(
-        names=names, num_samples=len(sample_indices), num_tokens=num_tokens,
-        norms=torch.cat(norms).numpy(), norms_at_0=torch.stack(norms_at_0).numpy(),
-        norm_by_position=np.stack([
-            torch.stack(rows).median(dim=0).values.numpy() if len(rows) >= 5 else np.full(num_layers, np.nan)
-            for rows in by_position]),
-        median_magnitude=torch.cat(medians).median(dim=0).values.numpy(),
-        largest_at_0=torch.stack(first_tokens).abs().amax(dim=-1).median(dim=0).values.numpy(),
-        largest_elsewhere=torch.cat(largest).median(dim=0).values.numpy(),
-        massive=_massive_channels(names, torch.stack(first_tokens), mean),
-        similarity=(cosine / num_tokens).numpy(), spectra=spectra,
-        effective_rank=np.array([effective_rank(spectrum) for spectrum in spectra]),
-        rank_90=(spectra.cumsum(axis=-1) < 0.9).sum(axis=-1) + 1, magnitude_bins=MAGNITUDE_BINS,
-        before_norm=counts["before"] / (num_tokens * hidden), after_norm=counts["after"] / (num_tokens * hidden))
+        names=names, samples=samples, population=store.num_samples, num_tokens=num_tokens, tokens=tokens,
+        mean=mean.numpy(), massive=find_massive(store, samples, tokens.median),
+        similarity=bootstrap.ratio(cosines, np.bincount(table["sample"][rest_of], minlength=len(samples))),
+        spectra=covariance_spectra(store, samples, mean, store.num_samples, device), magnitude_bins=MAGNITUDE_BINS,
+        before_norm=counts["before"] / (num_tokens * hidden), after_norm=counts["after"] / (num_tokens * hidden),
+        has_thoughts=bool((table["group"] == THOUGHT).any()), why_no_thoughts=_why_none(groups, table["group"]))
 
 
-def _massive_channels(names: Sequence[str], first_tokens: Tensor, mean: Tensor, num: int = 3) -> list[MassiveChannel]:
-    """The `num` largest channels of every layer at position 0: first_tokens [samples, K, H], mean elsewhere [K, H]."""
-    median = first_tokens.median(dim=0).values
-    found = []
-    for layer, name in enumerate(names):
-        for channel in median[layer].abs().topk(min(num, median.shape[1])).indices.tolist():
-            found.append(MassiveChannel(name, channel, float(median[layer, channel]), float(mean[layer, channel])))
-    return found
+def _numbers_of(states: Tensor) -> dict[str, np.ndarray]:
+    """Norm, largest, median and kurtosis of each token's values: states float32 [t, K, H], each result [t, K]."""
+    magnitude = states.abs()
+    centred = states - states.mean(dim=-1, keepdim=True)
+    variance = centred.square().mean(dim=-1)
+    fourth = (centred / variance.clamp(min=1e-30).sqrt()[..., None]).pow(4).mean(dim=-1)
+    return {"norm": states.norm(dim=-1).numpy(), "largest": magnitude.amax(dim=-1).numpy(),
+            "median": magnitude.median(dim=-1).values.numpy(), "kurtosis": fourth.numpy()}
+
+
+def _cosine_to(mean: Tensor, store: HiddenStateStore, samples: Sequence[int]) -> np.ndarray:
+    """float32 [n, K]: cosine of every token's states to the mean state [K, H] of their layer."""
+    return np.concatenate([nn.functional.cosine_similarity(states, mean, dim=-1).numpy()
+                           for _, _, states in state_blocks(store, samples)])
+
+
+def _why_none(groups: TokenGroups, found: np.ndarray) -> str:
+    """Why there are no thoughts to compare, "" where there are."""
+    if (found == THOUGHT).any():
+        return ""
+    if groups.marks is None:
+        return "this target's chat template renders no thoughts"
+    return f"no supervised turn of the drawn samples has a thought ({groups.marks[0]} ... {groups.marks[1]})"

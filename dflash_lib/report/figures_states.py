@@ -1,4 +1,4 @@
-"""Figures of notebooks 02 to 05: what the hooks see, the final norm, the loss mask, statistics of stored states."""
+"""Figures of notebooks 02 to 04: what the hooks see, the final norm, the loss mask."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,7 @@ from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.hidden_states.normalization import WAYS, LogitComparison
 from dflash_lib.hidden_states.parity import Agreement, PaddingErrors
 from dflash_lib.hidden_states.plan import ExtractionPlan
-from dflash_lib.hidden_states.statistics import StateStatistics
-from dflash_lib.report.style import COLOURS, CYCLE, label, new_figure, plain_axis, styled
+from dflash_lib.report.style import COLOURS, label, new_figure, plain_axis, styled
 
 FLOOR = 1e-8  # where exact zeros are drawn on a logarithmic axis
 
@@ -191,123 +190,4 @@ def rows_figure(prepared: PreparedRows, plan: ExtractionPlan) -> Figure:
     share = plan.padding_share(lengths.tolist())
     label(right, x="batch", y="computed tokens", title=f"Batches: {100 * share:.1f} % padding")
     right.legend(ncols=3, loc="upper right")
-    return figure
-
-
-# ---- 05_statistics ---------------------------------------------------------------------------------------------------
-
-def _layer_colours(num: int) -> list[str]:
-    return [CYCLE[i % len(CYCLE)] for i in range(num)]
-
-
-@styled
-def norms_figure(statistics: StateStatistics) -> Figure:
-    """Norm of a token's state by layer (spread over tokens) and by position (median over samples)."""
-    figure, (left, right) = new_figure(1, 2, height=3.6, sharey=True)
-    x = np.arange(len(statistics.names))
-    low, middle, high = np.percentile(statistics.norms, [5, 50, 95], axis=0)
-    left.vlines(x, low, high, color=COLOURS["blue"], linewidth=6, alpha=0.35, label="5 to 95 % of tokens")
-    left.plot(x, middle, color=COLOURS["blue"], marker="o", linestyle="none", label="median token")
-    left.plot(x, np.median(statistics.norms_at_0, axis=0), color=COLOURS["vermilion"], marker="D", linestyle="none",
-              label="position 0")
-    left.set_yscale("log")
-    left.set_xticks(x, [name.replace(", ", "\n") for name in statistics.names], rotation=30, ha="right")
-    label(left, x="", y="norm of the state (log scale)", title="By layer")
-    left.legend(loc="lower right")
-    for k, (name, colour) in enumerate(zip(statistics.names, _layer_colours(len(x)), strict=True)):
-        right.plot(statistics.norm_by_position[:, k], color=colour, linewidth=1.4, label=name)
-    label(right, x="position in the row", y="", title="By position (median over rows)")
-    right.legend(loc="upper right", ncols=2)
-    return figure
-
-
-@styled
-def massive_figure(statistics: StateStatistics) -> Figure:
-    """Largest value of a token against its typical value, at position 0 and elsewhere; the channels that carry it."""
-    figure, (left, right) = new_figure(1, 2, height=3.6)
-    x = np.arange(len(statistics.names))
-    names = [name.replace(", ", "\n") for name in statistics.names]
-    left.plot(x, statistics.largest_at_0, color=COLOURS["vermilion"], marker="D", linestyle="none",
-              label="largest, position 0")
-    left.plot(x, statistics.largest_elsewhere, color=COLOURS["blue"], marker="o", linestyle="none",
-              label="largest, elsewhere")
-    left.plot(x, statistics.median_magnitude, color=COLOURS["grey"], marker="s", linestyle="none",
-              label="median, elsewhere")
-    left.set_yscale("log")
-    left.set_ylim(top=left.get_ylim()[1] * 8)
-    left.set_xticks(x, names, rotation=30, ha="right")
-    label(left, x="", y="|value| of a channel (log scale)", title="Largest channel of a token")
-    left.legend(loc="upper left", ncols=2)
-    for k, name in enumerate(statistics.names):
-        found = [channel for channel in statistics.massive if channel.layer == name]
-        for rank, channel in enumerate(found):
-            place = k + (rank - (len(found) - 1) / 2) * 0.28
-            right.bar(place, abs(channel.at_0), width=0.25, color=COLOURS["vermilion"])
-            right.plot(place, abs(channel.elsewhere), marker="o", linestyle="none", color=COLOURS["blue"],
-                       markeredgecolor="white")
-            right.text(place, 1.25 * max(abs(channel.at_0), abs(channel.elsewhere)), str(channel.channel), ha="center",
-                       va="bottom", rotation=90, fontsize=8)
-    right.set_yscale("log")
-    right.set_ylim(top=right.get_ylim()[1] * 30)
-    right.set_xticks(x, names, rotation=30, ha="right")
-    right.grid(axis="x", visible=False)
-    label(right, x="", y="|value| (log scale)", title="Largest channels at position 0, by number")
-    right.legend(handles=[right.patches[0], right.lines[0]], labels=["position 0 (median)", "elsewhere (mean)"],
-                 loc="upper left", ncols=2)
-    return figure
-
-
-@styled
-def similarity_figure(statistics: StateStatistics) -> Figure:
-    """Mean cosine between the states of one token in different layers, position 0 left out."""
-    figure, axis = new_figure(height=3.9, width=6.2)
-    size = len(statistics.names)
-    image = axis.imshow(statistics.similarity, vmin=0, vmax=1)
-    for i in range(size):
-        for j in range(size):
-            value = statistics.similarity[i, j]
-            axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9,
-                      color="white" if value < 0.55 else COLOURS["black"])
-    axis.set_xticks(range(size), statistics.names, rotation=30, ha="right")
-    axis.set_yticks(range(size), statistics.names)
-    plain_axis(axis)
-    label(axis, x="", y="", title="How alike the layers are")
-    figure.colorbar(image, ax=axis, label="mean cosine of one token's states")
-    return figure
-
-
-@styled
-def rank_figure(statistics: StateStatistics) -> Figure:
-    """Share of the variance by number of directions, and the effective rank by layer."""
-    figure, (left, right) = new_figure(1, 2, height=3.4)
-    colours = _layer_colours(len(statistics.names))
-    for name, spectrum, colour in zip(statistics.names, statistics.spectra, colours, strict=True):
-        left.plot(np.arange(1, len(spectrum) + 1), 100 * spectrum.cumsum(), color=colour, linewidth=1.4, label=name)
-    left.axhline(90, color=COLOURS["grey"], linewidth=1, linestyle="--")
-    left.set_xscale("log")
-    left.set_ylim(0, 102)
-    label(left, x="directions, strongest first (log scale)", y="share of variance (%)", title="Variance carried")
-    left.legend(loc="lower right")
-    rows = np.arange(len(statistics.names))
-    right.barh(rows, statistics.effective_rank, color=colours)
-    for row, value in enumerate(statistics.effective_rank):
-        right.text(value, row, f" {value:.0f}", va="center", fontsize=9)
-    right.set_xlim(0, 1.15 * statistics.effective_rank.max())
-    right.set_yticks(rows, statistics.names)
-    right.invert_yaxis()
-    right.grid(axis="y", visible=False)
-    label(right, x=f"effective rank (of {statistics.spectra.shape[1]} directions)", y="", title="Effective rank")
-    return figure
-
-
-@styled
-def final_norm_figure(statistics: StateStatistics) -> Figure:
-    """Distribution of all values of the last state before and after the final norm."""
-    figure, axis = new_figure(height=3.2)
-    for shares, colour, name in ((statistics.before_norm, "blue", "before the norm (what is stored)"),
-                                 (statistics.after_norm, "vermilion", "after the norm (what the head reads)")):
-        axis.stairs(100 * shares, statistics.magnitude_bins, color=COLOURS[colour], linewidth=1.8, label=name)
-    axis.set_xscale("log")
-    label(axis, x="|value| (log scale)", y="share of all values in the bin (%)",
-          title="The last hidden state before and after the final norm", legend=True)
     return figure

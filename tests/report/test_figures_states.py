@@ -12,7 +12,6 @@ from dflash_lib.hidden_states.parity import (
     padding_errors,
     token_alignment,
 )
-from dflash_lib.hidden_states.statistics import collect_statistics
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.report import figures_states as figures
 from tests.hidden_states.rows import make_prepared, make_store
@@ -35,11 +34,6 @@ def store(tiny_llama, prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("states") / "store"
     make_store(folder, tiny_llama, prepared)
     return HiddenStateStore.open(folder)
-
-
-@pytest.fixture(scope="module")
-def statistics(store, tiny_llama):
-    return collect_statistics(store, store.sample_indices, tiny_llama.final_norm)
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +95,6 @@ def test_rows_count_every_row_and_batch(prepared, plan):
     assert sum(bar.get_height() for bar in left.patches[:39]) == len(prepared)
     real = [bar.get_height() for bar in right.patches[len(right.patches) // 2:]]
     assert sum(real) == prepared.num_tokens and len(real) == sum(map(len, plan.shards))
-
-
-def test_statistics_are_drawn_with_their_layers(statistics):
-    for make, num in ((figures.norms_figure, 2), (figures.massive_figure, 2), (figures.rank_figure, 2),
-                      (figures.similarity_figure, 1), (figures.final_norm_figure, 1)):
-        named_axes(make(statistics), num)
-    bars = figures.rank_figure(statistics).axes[1].patches
-    assert [bar.get_width() for bar in bars] == pytest.approx(list(statistics.effective_rank))
-    texts = [text.get_text() for text in figures.massive_figure(statistics).axes[1].texts]
-    assert texts == [str(channel.channel) for channel in statistics.massive]
-    cells = [text.get_text() for text in figures.similarity_figure(statistics).axes[0].texts]
-    assert cells == [f"{value:.2f}" for value in statistics.similarity.ravel()]
 
 
 def test_the_loss_mask_colours_supervised_tokens_and_escapes_text(tiny_llama):
