@@ -6,14 +6,17 @@ limit, counts the tokens that it added to the answer, for every proposer alike; 
 the prompt's own forward and belongs to no step.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from torch import Tensor
 
 from dflash_lib.decoding.speculative import Step
 from dflash_lib.drafter.inference import Proposer
+from dflash_lib.hidden_states.sampling import interval_factor
 
 NUM_RESAMPLES = 10_000
 
@@ -52,8 +55,15 @@ def _resampled(values: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
     return times_drawn @ values
 
 
-def _interval(value: float, samples: np.ndarray, level: float) -> Interval:
-    low, high = np.nanquantile(samples, [(1 - level) / 2, (1 + level) / 2])
+def _interval(value: float, samples: np.ndarray, level: float, num_prompts: int) -> Interval:
+    """Percentiles of `samples`, further out for few prompts as Student's t is (Hesterberg 2015, "expanded percentile"):
+    plain ones held the truth in 83 % of the cases with 5 prompts and in 92 % with 24, instead of 95. One prompt has no
+    interval: low = high = value."""
+    if num_prompts < 2:
+        return Interval(*3 * (float(value),))
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    tail = NormalDist().cdf(-z * interval_factor(num_prompts, math.inf, z))
+    low, high = np.nanquantile(samples, [tail, 1 - tail])
     return Interval(float(value), float(low), float(high))
 
 
@@ -68,7 +78,8 @@ def ratio_interval(values: np.ndarray, level: float = 0.95, num_resamples: int =
 
     values: [prompts, 2].
     """
-    return _interval(_ratio(values.sum(axis=0)), _ratio(_resampled(values, num_resamples, seed)), level)
+    return _interval(_ratio(values.sum(axis=0)), _ratio(_resampled(values, num_resamples, seed)), level,
+                     len(values))
 
 
 def ratio_difference(values: np.ndarray, baseline: np.ndarray, level: float = 0.95, num_resamples: int = NUM_RESAMPLES,
@@ -79,7 +90,8 @@ def ratio_difference(values: np.ndarray, baseline: np.ndarray, level: float = 0.
         raise ValueError(f"paired comparison of {len(values)} prompts with {len(baseline)}")
     both = np.hstack([values, baseline])
     sums, total = _resampled(both, num_resamples, seed), both.sum(axis=0)
-    return _interval(_ratio(total[:2]) - _ratio(total[2:]), _ratio(sums[:, :2]) - _ratio(sums[:, 2:]), level)
+    return _interval(_ratio(total[:2]) - _ratio(total[2:]), _ratio(sums[:, :2]) - _ratio(sums[:, 2:]), level,
+                     len(values))
 
 
 def acceptance_interval(steps_by_prompt: Sequence[Sequence[Step]], level: float = 0.95,

@@ -23,8 +23,8 @@ CAUSES = {
     "counts": "the server's counts: another client's requests, or warm-up, may be among them",
 }
 STATES_FIRST = ("layer ids", "states", "vocabulary", "mask id", "rope", "dtype", "template", "thinking mode",
-                "causal flag", "another export")
-BLOCK_FIRST = ("rope", "mask id", "causal flag", "vocabulary", "layer ids", "dtype", "another export")
+                "causal flag", "another export", "counts")
+BLOCK_FIRST = ("rope", "mask id", "causal flag", "vocabulary", "layer ids", "dtype", "another export", "counts")
 CLEARLY = 0.9  # a share below this part of ours is lower, not only in the last digits
 
 

@@ -103,6 +103,13 @@ class Completion:
     counts: DraftCounts | None = None
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer that is none: followed, it would carry the key to another host."""
+
+    def redirect_request(self, *_args: Any) -> None:
+        return None
+
+
 class Server:
     """A server at a base URL, with or without /v1. Raises ServerError for a URL that is none."""
 
@@ -112,8 +119,10 @@ class Server:
             raise ServerError(f"{url!r} is no server; give its base URL, such as http://localhost:8000")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.options = options or ServerOptions()
+        self._model: str | None = None
         local = parts.hostname in ("localhost", "127.0.0.1", "::1")  # a proxy of the environment knows nothing of these
-        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+        self._opener = urllib.request.build_opener(
+            _NoRedirect, *([urllib.request.ProxyHandler({})] if local else []))
 
     def model(self) -> str:
         """The name of the model that is served. Raises ServerError when there is none, or several."""
@@ -122,6 +131,7 @@ class Server:
         names = [entry["id"] for entry in data or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         if len(names) != 1:
             raise ServerError(f"{self.url}/v1/models names {len(names)} models {names[:5]}; one alone is needed")
+        self._model = names[0]
         return names[0]
 
     def complete(self, model: str, prompt_ids: list[int], max_new_tokens: int) -> Completion:
@@ -142,7 +152,7 @@ class Server:
             completion = Completion(text, None if token_ids is None else [int(token) for token in token_ids],
                                     num_tokens, str(choice.get("finish_reason")), _own_counts(body))
             num_read = usage.get("prompt_tokens", len(prompt_ids))
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url}/v1/completions: not the answer of a completions endpoint ({error!r}): "
                               f"{json.dumps(body)[:EXCERPT]}") from error
         if num_read != len(prompt_ids):
@@ -159,6 +169,8 @@ class Server:
                 raise
             return self._server_info(error)
         samples = parse_metrics(text)
+        if any(labels.get("model_name") == self._model for _, labels, _ in samples):  # other models' are not ours
+            samples = [sample for sample in samples if sample[1].get("model_name", self._model) == self._model]
         counters = _vllm(samples) or _sglang(samples)
         if counters is None:
             engine = next((name.split(":")[0] for name, _, _ in samples if ":" in name), None)
@@ -213,6 +225,8 @@ class Server:
         try:
             wanted = float(retry_after) if retry_after else 2.0 ** attempt
         except ValueError:  # a date, which nobody's inference server sends
+            wanted = math.nan
+        if not math.isfinite(wanted):
             wanted = 2.0 ** attempt
         return min(max(wanted, 0.0), self.options.max_wait_s)
 
@@ -237,8 +251,10 @@ class _Status(ServerError):
             said = error.read().decode("utf-8", "replace")[:EXCERPT]
         except (http.client.HTTPException, OSError):
             said = "(its text broke off)"
+        moved = f" It sends elsewhere, to {error.headers.get('Location')}; give that address." if (
+            300 <= self.code < 400) else ""
         advice = {401: " Set DFLASH_SERVER_KEY to the server's key.", 429: " It stayed busy; try again later.",
-                  500: " The server's log says more."}.get(self.code, "")
+                  500: " The server's log says more."}.get(self.code, moved)
         super().__init__(f"{url}: HTTP {self.code} {error.reason}: {said!r}.{advice}")
 
 

@@ -95,12 +95,12 @@ def decode_side_by_side(target: Target, proposer: Proposer, prompts: Sequence[Ev
 class Speed:
     """Real decoding with one block size against plain decoding, over all prompts.
 
-    tokens_per_second and plain_tokens_per_second: whole answers, prompt included. speedup: their ratio, with its
-    interval over prompts. plain_step_s: seconds of a plain step; step_s: of a verify step with all that belongs to it,
-    of which verify_s are the target's and draft_s the proposer's. output_token_s: seconds of an output token behind the
-    first (time per output token); of plain decoding that is plain_step_s. break_even: step_s / plain_step_s, the
-    acceptance length from which on drafting pays. num_identical, num_near_ties, num_different: prompts by
-    `SideBySide.outcome`.
+    tokens_per_second and plain_tokens_per_second: whole answers, prompt included. speedup: plain decoding's seconds for
+    as many tokens over those with drafts, with its interval over prompts. plain_step_s: seconds of a plain step;
+    step_s: of a verify step with all that belongs to it, of which verify_s are the target's and draft_s the proposer's.
+    output_token_s: seconds of an output token behind the first (time per output token); of plain decoding that is
+    plain_step_s. break_even: step_s / plain_step_s, the acceptance length from which on drafting pays. num_identical,
+    num_near_ties, num_different: prompts by `SideBySide.outcome`.
     """
 
     block_size: int
@@ -144,6 +144,8 @@ def speed_of(results: Sequence[SideBySide], way: Hashable, block_size: int | Non
     steps = [step for d in drafted for step in d.steps]
     num_tokens = sum(len(d.token_ids) for d in drafted)
     seconds = np.array([[p.seconds, d.seconds] for p, d in zip(plain, drafted, strict=True)])
+    # answers that part may differ in length: plain decoding's seconds for as many tokens
+    for_as_many = np.array([[len(d.token_ids) / len(p.token_ids), 1.0] for p, d in zip(plain, drafted, strict=True)])
     plain_steps = sum(len(p.token_ids) - 1 for p in plain)
     outcomes = [r.outcome(way) for r in results]
     decode_s = sum(d.decode_seconds for d in drafted)
@@ -153,7 +155,7 @@ def speed_of(results: Sequence[SideBySide], way: Hashable, block_size: int | Non
         num_different=outcomes.count("different"), acceptance_length=acceptance_length(steps),
         tokens_per_second=num_tokens / float(seconds[:, 1].sum()),
         plain_tokens_per_second=sum(len(p.token_ids) for p in plain) / float(seconds[:, 0].sum()),
-        speedup=ratio_interval(seconds),
+        speedup=ratio_interval(seconds * for_as_many),
         plain_step_s=sum(p.decode_seconds for p in plain) / max(plain_steps, 1),
         step_s=decode_s / len(steps),
         verify_s=sum(d.verify_seconds for d in drafted) / len(steps),

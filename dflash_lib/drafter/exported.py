@@ -74,10 +74,32 @@ def load_exported(folder: Path | str, target: Target) -> TrainedDrafter:
     return TrainedDrafter(network, vocab, identity, {})
 
 
+def _refuse_unlike(folder: Path, c: dict[str, Any]) -> None:
+    """Raises DrafterError for what an engine obeys and this network does not compute: evaluated all the same, it would
+    be another drafter than the one that is served."""
+    rope: dict[str, Any] = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    thetas = {theta for theta in (c.get("rope_theta"), rope.get("rope_theta")) if theta is not None}
+    partial = {part for part in (c.get("partial_rotary_factor"), rope.get("partial_rotary_factor")) if part is not None}
+    causal = {c.get("is_causal"), c["dflash_config"].get("is_causal")} - {None}
+    sliding = "sliding_attention" in (c.get("layer_types") or ()) and c.get("use_sliding_window")
+    wrong = [text for text, is_wrong in (
+        (f"positions of type {kind!r}; only plain RoPE is known here", kind != "default"),
+        (f"two values for rope_theta: {sorted(thetas)}", len(thetas) > 1),
+        (f"partial_rotary_factor {sorted(partial)}; the whole width is rotated here", bool(partial - {1})),
+        ("is_causal true; blocks are bidirectional here", True in causal),
+        ("is_causal false for sliding-window layers, which are causal here", bool(sliding) and False in causal),
+        (f"hidden_act {c.get('hidden_act')!r}; silu is used here", c.get("hidden_act", "silu") != "silu"),
+        ("attention_bias", bool(c.get("attention_bias"))), ("mlp_bias", bool(c.get("mlp_bias")))) if is_wrong]
+    if wrong:
+        raise DrafterError(f"{folder}/config.json: the workbench cannot evaluate this drafter: {'; '.join(wrong)}")
+
+
 def _config(folder: Path) -> DrafterConfig:
     c = read_json(folder / "config.json")
     try:
         dflash: dict[str, Any] = c["dflash_config"]
+        _refuse_unlike(folder, c)
         num_layers = c["num_hidden_layers"]
         theta = c.get("rope_theta", (c.get("rope_parameters") or {}).get("rope_theta"))
         if theta is None:
@@ -94,7 +116,9 @@ def _config(folder: Path) -> DrafterConfig:
             draft_vocab_size=c.get("draft_vocab_size"))
     except KeyError as error:
         raise DrafterError(f"{folder}/config.json: {error.args[0]} is missing; an exported drafter has it") from error
-    except (TypeError, ValueError) as error:
+    except DrafterError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
         raise DrafterError(f"{folder}/config.json: {error}") from error
 
 
@@ -103,12 +127,19 @@ def _draft_vocab(folder: Path, offsets: Tensor | None, config: DrafterConfig) ->
     if (None if offsets is None else len(offsets)) != config.draft_vocab_size:
         raise DrafterError(f"{folder}: d2t has {'no' if offsets is None else len(offsets)} entries, config.json's "
                            f"draft_vocab_size is {config.draft_vocab_size}")
-    return None if offsets is None else offsets.long() + torch.arange(len(offsets))
+    if offsets is None:
+        return None
+    vocab = offsets.long() + torch.arange(len(offsets))
+    if vocab.min() < 0 or vocab.max() >= config.vocab_size or len(vocab.unique()) < len(vocab):
+        raise DrafterError(f"{folder}: d2t leads to tokens {int(vocab.min())} to {int(vocab.max())}, "
+                           f"{len(vocab.unique())} different ones for {len(vocab)} entries; the target has "
+                           f"{config.vocab_size} tokens")
+    return vocab
 
 
 def _check_head(folder: Path, head: Tensor, vocab: Tensor | None, target: Target) -> None:
     own = target.head.weight.detach().cpu()
-    if vocab is not None and (vocab.min() < 0 or vocab.max() >= len(own)):
+    if vocab is not None and vocab.max() >= len(own):
         raise DrafterError(f"{folder}: d2t leads to token {int(vocab.max())}, the target has {len(own)}")
     own = (own if vocab is None else own[vocab]).float()
     if head.shape != own.shape:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -81,6 +82,9 @@ def fill_network(network: DFlashDrafter, tensors: dict[str, Tensor], folder: Pat
              for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
     if wrong:
         raise DrafterError(f"{folder}: weights do not fit config.json: {'; '.join(wrong[:5])}")
+    broken = [name for name, t in tensors.items() if not torch.isfinite(t).all() or not t.any()]
+    if broken:
+        raise DrafterError(f"{folder}: weights that are not finite, or all zero: {', '.join(broken[:5])}")
     network.load_state_dict(tensors)
     network.eval().requires_grad_(False)
 

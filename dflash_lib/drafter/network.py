@@ -19,6 +19,9 @@ from dflash_lib.drafter.blocks import attention_mask
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+_WHOLE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+          "max_position_embeddings", "num_target_layers", "block_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
@@ -49,7 +52,11 @@ class DrafterConfig:
     def __post_init__(self):
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        problems = []
+        problems = [f"{name} must be a whole number of at least 1, found {value!r}" for name, value in (
+            (name, getattr(self, name)) for name in _WHOLE) if type(value) is not int or value < 1]
+        if problems or type(self.mask_token_id) is not int:
+            raise ValueError("drafter configuration: " + "; ".join(
+                problems or [f"mask_token_id must be a token id, found {self.mask_token_id!r}"]))
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(f"mask_token_id {self.mask_token_id} is no row of the target's embedding "
                             f"(0..{self.vocab_size - 1})")

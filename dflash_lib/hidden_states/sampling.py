@@ -73,17 +73,17 @@ def state_blocks(store: HiddenStateStore, indices: Sequence[int]) -> Iterator[tu
                                             sample.last_hidden_state_prenorm[tokens, None].float()], dim=1)
 
 
-def interval_factor(num_samples: int, population: int) -> float:
+def interval_factor(num_samples: int, population: float, z: float = Z) -> float:
     """What turns a deviation that holds for many samples of an endless store into one of `num_samples` out of
     `population`: the finite population's factor; S / (S - 1) for the variance of S samples; Student's t over the normal
-    quantile (its expansion to second order). 0 for a whole store, NaN for one sample of several, which says nothing
+    quantile `z` (its expansion to second order). 0 for a whole store, NaN for one sample of several, which says nothing
     about the others."""
     if num_samples >= population:
         return 0.0
     if num_samples < 2:
         return float("nan")
     free = num_samples - 1
-    student = 1 + (Z**2 + 1) / (4 * free) + (5 * Z**4 + 16 * Z**2 + 3) / (96 * free**2)
+    student = 1 + (z**2 + 1) / (4 * free) + (5 * z**4 + 16 * z**2 + 3) / (96 * free**2)
     return float(np.sqrt((1 - num_samples / population) * num_samples / free) * student)
 
 

@@ -93,10 +93,12 @@ def served_table(comparison: Comparison) -> str:
 def verdict_text(comparison: Comparison) -> str:
     """The verdict in a sentence."""
     if comparison.verdict == "agree":
-        return (f"Serving agrees: a gap above {comparison.visible_gap:.3f} tokens a step would have shown."
-                + (" But its drafts are not ours; likely causes:" if comparison.causes else ""))
+        return f"Serving agrees: a gap above {comparison.visible_gap:.3f} tokens a step would have shown."
     if comparison.verdict == "gap":
         return "Serving does not agree. Likely causes, the likeliest first:"
+    if comparison.texts.num_unjudged:
+        return (f"Inconclusive: {comparison.texts.num_unjudged} texts are not ours, and nothing here says whether they "
+                "may be: leave --no-target out, and let the server return token ids.")
     if comparison.visible_gap is None:
         return "Inconclusive: the server gave nothing from which acceptance could be read."
     return (f"Inconclusive: {comparison.num_counted or comparison.num_prompts} prompts, and a gap of "

@@ -29,6 +29,7 @@ from dflash_lib.target.errors import TargetError
 KNOWN_SINCE = {"gemma3": "4.50.0", "qwen3": "4.51.0", "qwen3_moe": "4.51.0", "gemma3n": "4.53.0", "gpt_oss": "4.55.0",
                "qwen3_next": "4.57.0", "qwen3_5": "5.2.0", "qwen3_5_moe": "5.2.0"}
 
+LENGTH_BOUND_ROPE = ("dynamic", "longrope")
 MOST = 2 ** 24
 _QWEN3 = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _LINEAR = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -174,8 +175,9 @@ def text_tower(config: PreTrainedConfig, path: Path | str) -> PreTrainedConfig:
 
     Quantised weights (FP8 in blocks, MXFP4) are marked to be dequantised at loading: FP8 and 4-bit kernels also
     quantise activations or come from the hub, and hidden states are to be those of the weights, in one dtype, on every
-    machine. Raises TargetError when there is no causal language model of this kind, for quantisation schemes that
-    cannot be dequantised so, and for FP8 without the package accelerate, which Transformers asks for there.
+    machine. Raises TargetError when there is no causal language model of this kind, for positions that depend on the
+    length of the text, for quantisation schemes that cannot be dequantised so, and for FP8 without the package
+    accelerate, which Transformers asks for there.
     """
     path = Path(path)
     raw = _read(path / "config.json")
@@ -185,6 +187,12 @@ def text_tower(config: PreTrainedConfig, path: Path | str) -> PreTrainedConfig:
                           "one that Transformers can load by itself")
     if config.get_text_config() is not config and "tie_word_embeddings" in raw:
         text.tie_word_embeddings = raw["tie_word_embeddings"]  # the whole model's rule, where the two differ
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & set(LENGTH_BOUND_ROPE):
+        raise TargetError(f"{path}/config.json: rope_type {min(kinds & set(LENGTH_BOUND_ROPE))!r} turns a token by an "
+                          "angle that depends on how long the whole text is, so its hidden states in a batch are not "
+                          "those of decoding. The workbench does not take such targets.")
     scheme = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if scheme is not None:
         text.quantization_config = _dequantising(scheme, path)

@@ -12,6 +12,7 @@ from dflash_lib.decoding.acceptance import (
     by_kind,
     by_slot,
     draft_everywhere,
+    ratio_interval,
     walk_acceptance,
     walk_drafts,
 )
@@ -110,7 +111,7 @@ def test_interval_is_a_ratio_of_sums_over_whole_prompts():
     """Two prompts: drawn anew, both are the first (1/4), the second (1/4), or one of each (1/2)."""
     prompts = [steps(1, 1, 1, 1), steps(3)]
     assert acceptance_interval(prompts) == Interval(7 / 5, 1.0, 3.0)
-    assert acceptance_interval(prompts, level=0.4) == Interval(7 / 5, 7 / 5, 7 / 5)
+    assert acceptance_interval(prompts, level=0.1) == Interval(7 / 5, 7 / 5, 7 / 5)
 
 
 def test_interval_against_the_delta_method():
@@ -173,3 +174,17 @@ def test_slots_that_were_never_reached():
     assert result.cumulative == [0.0, 0.0] and result.num_tried == [2, 0]
     assert result.conditional[0] == 0.0 and np.isnan(result.conditional[1])
     assert by_slot([]).cumulative == []
+
+
+@pytest.mark.parametrize("num_prompts", [5, 8, 24])
+def test_intervals_hold_the_truth_as_often_as_they_say(num_prompts):
+    """Answers of 20 to 60 steps whose acceptance differs from prompt to prompt; 95 % is promised."""
+    generator, held, trials = np.random.default_rng(0), 0, 300
+    for trial in range(trials):
+        shares = generator.beta(4, 6, num_prompts)  # their mean is 0.4, and steps do not depend on them
+        num_steps = generator.integers(20, 60, num_prompts)
+        accepted = generator.binomial(num_steps, shares)
+        interval = ratio_interval(np.stack([num_steps + accepted, num_steps], axis=1).astype(float),
+                                  num_resamples=1000, seed=trial)
+        held += interval.low <= 1.4 <= interval.high
+    assert 0.91 <= held / trials <= 0.985

@@ -81,7 +81,22 @@ def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
             ("lacks", None, lambda t: t.pop("norm.weight"), r"norm\.weight: missing"),
             ("more", None, lambda t: t.update({"embed_tokens.weight": torch.zeros(2)}), "embed_tokens"),
             ("other head", None, lambda t: t["lm_head.weight"].mul_(1.1), "not made of the target's rows"),
-            ("other d2t", None, lambda t: t["d2t"].add_(500), "d2t leads to token")):
+            ("other d2t", None, lambda t: t["d2t"].add_(500), "d2t leads to token"),
+            ("d2t below 0", None, lambda t: (t["d2t"].sub_(500), t.pop("lm_head.weight")), "d2t leads to token"),
+            ("d2t above", None, lambda t: (t["d2t"].add_(500), t.pop("lm_head.weight")), "d2t leads to token"),
+            ("one token", None, lambda t: t["d2t"].copy_(7 - torch.arange(3)), "1 different ones for 3 entries"),
+            ("one NaN", None, lambda t: t["fc.weight"].view(-1)[5].fill_(torch.nan), "not finite.*: fc.weight"),
+            ("zeros", None, lambda t: t["fc.weight"].zero_(), "all zero: fc.weight"),
+            ("half a block", lambda c: c.update(block_size=8.0), None, "block_size must be a whole number"),
+            ("causal", lambda c: c.update(is_causal=True), None, "is_causal true"),
+            ("causal, too", lambda c: c["dflash_config"].update(is_causal=True), None, "is_causal true"),
+            ("yarn", lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4}, rope_parameters=None), None,
+             "positions of type 'yarn'"),
+            ("two thetas", lambda c: c.update(rope_theta=5.0), None, "two values for rope_theta"),
+            ("partial", lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25), None,
+             "partial_rotary_factor"),
+            ("gelu", lambda c: c.update(hidden_act="gelu"), None, "hidden_act 'gelu'"),
+            ("bias", lambda c: c.update(attention_bias=True), None, "attention_bias")):
         with pytest.raises(DrafterError, match=message):
             load_exported(broken(name, change, tensors), tiny_llama)
     cut = broken("cut")

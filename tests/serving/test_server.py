@@ -166,3 +166,13 @@ def test_the_key_is_sent():
         handler.do_GET = lambda self: (seen.append(self.headers.get("Authorization")), original(self))
         Server(stand_in.url, ServerOptions(api_key="secret")).model()
     assert seen == ["Bearer secret"]
+
+
+def test_a_redirect_is_not_followed_with_the_key():
+    """urllib would send the Authorization header to whatever host is named."""
+    seen = []
+    moved = Reply(302, b"", {"Location": "http://127.0.0.1:1/elsewhere"})
+    with StandIn(ANSWER, misbehave=lambda path, *_: seen.append(path) or moved) as stand_in:
+        with pytest.raises(ServerError, match="HTTP 302 .*It sends elsewhere, to http://127.0.0.1:1/elsewhere"):
+            Server(stand_in.url, ServerOptions(api_key="secret", max_retries=0)).model()
+    assert len(seen) == 1

@@ -348,3 +348,15 @@ def test_a_tokenizer_without_a_vocabulary(folder, monkeypatch):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(TargetError, match="no usable tokenizer here .no tokenizer.json.*vocabulary is empty"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_of_the_text(folder, nothing_loads, kind):
+    """Decoding with drafts was not plain decoding on these: a token's state changes with what comes behind it."""
+    config = json.loads((folder / "config.json").read_text())
+    factors = [1.0] * 8
+    change_config(folder, rope_parameters={
+        **config["rope_parameters"], "rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64,
+        **({"short_factor": factors, "long_factor": factors} if kind == "longrope" else {})})
+    with pytest.raises(TargetError, match=f"rope_type '{kind}' .*depends on how long the whole text is"):
+        load_target(folder)
