@@ -82,10 +82,11 @@ def padding_alternatives(ids: list[int], token: int, amounts: Sequence[int]) -> 
                           (faults.LEFT_PADDING,))
 
 
-def padding_amounts(longest: int, likely: Sequence[int]) -> list[int]:
-    """Amounts of padding to try first: what neighbours' lengths make likely, and steps that grow by a third."""
+def padding_amounts(longest: int, near: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Amounts of padding to try: first what other samples' lengths make likely, then steps that grow by a third."""
     steps, step = [], 1
     while step <= max(longest, 8):
         steps.append(step)
         step = max(step + 1, round(step * 4 / 3))
-    return sorted({*steps, *(n for n in likely if n > 0)})
+    likely = [n for n in dict.fromkeys([longest, *near]) if n > 0]
+    return likely, [n for n in steps if n not in likely]

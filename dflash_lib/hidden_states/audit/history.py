@@ -142,14 +142,17 @@ class _Trial:
             tokens = [a for a in tokens if a.key in audited.hints]
             packed = [a for a in packed if a.key in audited.hints]
             pads = [pad for kind, pad in (h for h in audited.hints if len(h) == 2) if kind == faults.LEFT_PADDING]
-        hinted = [a for a in (*tokens, *packed) if a.key in audited.hints]
+        near = [audited.lengths[j] - len(ids) for j in range(max(0, i - 8), min(len(audited.lengths), i + 9))]
+        likely, amounts = padding_amounts(max(audited.lengths) - len(ids), near)
+        known = [pad for pad in pads if (faults.LEFT_PADDING, pad) in audited.hints]
+        hinted = [*(a for a in (*tokens, *packed) if a.key in audited.hints),
+                  *(a for pad in known for a in padding_alternatives(ids, pad, likely))]
         fits = self.search(hinted) or self.search(tokens) or self.search(packed)
         if not fits and self._may_be_padded():
-            near = [audited.lengths[j] - len(ids) for j in range(max(0, i - 8), min(len(audited.lengths), i + 9))]
-            amounts = padding_amounts(max(audited.lengths) - len(ids), near)
-            for pad in pads:
-                fits = fits or self.search(padding_alternatives(ids, pad, amounts))
-            fits = fits or self._refine(amounts)
+            for some in (likely, amounts):
+                for pad in pads:
+                    fits = fits or self.search(padding_alternatives(ids, pad, some))
+            fits = fits or self._refine(sorted({*likely, *amounts}))
         if self.share >= MOST:
             self.accept()
             return True
@@ -206,6 +209,9 @@ class _Trial:
     def accept_nearly(self) -> bool:
         """Padding or packing of another amount than could be tried still brings the states much nearer."""
         if self.best is None or self.best.code not in (faults.LEFT_PADDING, faults.PACKING) or self.gain > 0.5:
+            return False
+        unrelated = [unrelated_distance(self.sample.reference, candidate) for candidate in self.chosen]
+        if self.middle > RELATED * sum(unrelated) / len(unrelated):
             return False
         self.accept(nearly=True)
         return True

@@ -62,8 +62,8 @@ def layer_findings(audited: Audited, holds: list[HoldsSlot]) -> list[Finding]:
         wrong = [h for h in wrong if h not in shifted]
     else:
         held = sorted(h.candidate for h in tapped)
-        if wrong and held == sorted(audited.claims[h.slot] for h in tapped) and len(set(held)) == len(held):
-            order = [h for h in wrong if h in tapped]
+        order = [h for h in wrong if h in tapped]
+        if order and held == sorted(audited.claims[h.slot] for h in tapped) and len(set(held)) == len(held):
             found.append(Finding(faults.SLOT_ORDER, "the stated layers are there, in another order: " + ", ".join(
                 f"slot {h.slot} holds {candidates[h.candidate].name}" for h in order), tuple(h.slot for h in order),
                 samples, {}, ("relabel",)))

@@ -129,10 +129,10 @@ def perturbed(target: Target, unit: float, seed: int = 0) -> Iterator[None]:
         value = (value.float() * (1 + unit * noise)).to(value.dtype)
         return (value, *output[1:]) if isinstance(output, tuple) else value
 
-    whole = {id(layer) for layer in target.layers}
-    handles = [module.register_forward_hook(hook) for name, module in target.decoder.named_modules()
-               if "rotary" not in name and (id(module) in whole or not list(module.children()))
-               and module is not target.decoder]
+    decoder = target.decoder
+    whole = {id(layer) for layer in decoder.layers}
+    handles = [module.register_forward_hook(hook) for name, module in decoder.named_modules()
+               if name and "rotary" not in name and (id(module) in whole or not list(module.children()))]
     try:
         yield
     finally:

@@ -145,7 +145,7 @@ def _repair(audited: Audited, code: str, same: list[SampleFault], samples: tuple
     everywhere = len(samples) >= len(audited.samples)
     slots = {f.slot for f in same}
     whole = everywhere and len(slots) >= len(audited.claims)
-    if code == faults.TOKENS_SHIFTED and whole:
+    if code == faults.TOKENS_SHIFTED and whole and same[0].evidence["shift"] > 0:
         return ("shift", same[0].evidence["shift"])
     if code in (faults.BOS, faults.IDS_SHIFTED) and everywhere and same[0].evidence.get("offset") == 0 and (
             "without their first" in same[0].text):

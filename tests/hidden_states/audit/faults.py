@@ -21,8 +21,8 @@ from tests.hidden_states.audit.memory import MemorySource, extract, make_rows, m
 
 @dataclass
 class Case:
-    """A target, rows, and the layers to store; loud, tuned: targets made from it with states beyond fp16, with changed
-    weights."""
+    """A target, rows, and the layers to store; make_loud, make_tuned, make_other: targets made from it, with states beyond
+    fp16, with changed weights, with weights of its own."""
 
     target: Target
     rng: np.random.Generator
@@ -30,6 +30,7 @@ class Case:
     num: int = 6
     make_loud: Callable[[], Target] | None = None
     make_tuned: Callable[[float], Target] | None = None
+    make_other: Callable[[], Target] | None = None
     rows: list[list[int]] = field(default_factory=list)
     layer_ids: list[int] = field(default_factory=list)
 

@@ -37,6 +37,16 @@ def tuned(target: Target, strength: float, seed: int = 0) -> Target:
     return replace(target, model=model)
 
 
+def other(target: Target, seed: int = 0) -> Target:
+    """A model of the same shape whose weights are drawn anew, with the spread of the old ones."""
+    model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return replace(target, model=model)
+
+
 @dataclass
 class Outcome:
     """wrong: what the audit should have said otherwise, "" when it was right."""
@@ -50,7 +60,8 @@ class Outcome:
 def make_case(target: Target, plant: str, seed: int, encoding: str) -> Case:
     rng = np.random.default_rng([zlib.crc32(plant.encode()), seed])
     return Case(target, rng, encoding, make_loud=lambda: loud(target),
-                make_tuned=lambda strength: tuned(target, strength, seed))
+                make_tuned=lambda strength: tuned(target, strength, seed),
+                make_other=lambda: other(target, seed))
 
 
 def run_plant(target: Target, plant: str, seed: int, encoding: str = "bf16", num_samples: int = 8) -> Outcome:

@@ -196,7 +196,7 @@ def fine_tuned(case: Case) -> Planted:
 @plant
 def another_model(case: Case) -> Planted:
     """A model of the same shape with other weights."""
-    return Planted(case.clean(target=case.make_tuned(30.0)), {names.OTHER_MODEL})
+    return Planted(case.clean(target=case.make_other()), {names.OTHER_MODEL})
 
 
 @plant
