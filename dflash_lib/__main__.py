@@ -118,9 +118,34 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("prepared", type=Path, help="folder of prepared rows, such as runs/demo/prepared")
     verify.set_defaults(function=_verify)
 
+    convert = commands.add_parser("convert", help="hidden states of any tool into a store, or into speculators' layout")
+    convert.add_argument("source", type=Path, help="folder: a store, or speculators', SpecForge's, Model-Optimizer's")
+    convert.add_argument("destination", type=Path, help="folder to write; the same command goes on after a kill")
+    convert.add_argument("--to", choices=("store", "speculators"), help="default: speculators from a store, else store")
+    convert.add_argument("--encoding", default="", help="bf16 or bf16+zstd of a store, bf16 or fp8 of speculators "
+                         "(default: the source's, else bf16)")
+    convert.add_argument("--drop-last", action="store_true", help="leave the last state out of the store")
+    convert.add_argument("--rows-only", action="store_true", help="to speculators: its Arrow data set without states")
+    convert.add_argument("--target", metavar="MODEL", help="folder or hub id of the model whose states they are, where "
+                         "no plan comes with them")
+    convert.add_argument("--dtype", default="float32", help="that the target ran in (default: %(default)s)")
+    convert.add_argument("--samples-per-shard", type=int, default=64, help="of a new store (default: %(default)s)")
+    _add_states(convert)
+    convert.set_defaults(function=_convert)
+
     fetch = commands.add_parser("fetch-demo-model", help="fetch SmolLM2-135M-Instruct into data/models, once")
     fetch.set_defaults(function=_fetch_demo_model)
     return parser
+
+
+def _add_states(parser: argparse.ArgumentParser) -> None:
+    """How to read a folder of hidden states, where its files do not say."""
+    parser.add_argument("--from", dest="format", choices=("store", "speculators", "specforge", "model-optimizer"),
+                        help="layout of the states (default: by their files)")
+    parser.add_argument("--target-layer-ids", type=int, nargs="+", metavar="K",
+                        help="the layers, in stored order; ours: K is the output of layer K, from 0")
+    parser.add_argument("--hidden-size", type=int, help="of the target, for SpecForge's files")
+    parser.add_argument("--dataset", type=Path, metavar="DIR", help="speculators' Arrow data set, if it lies elsewhere")
 
 
 def _add_rendering(parser: argparse.ArgumentParser) -> None:
@@ -321,6 +346,24 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"ok    {check.name}" if check.ok
               else f"FAIL  {check.name}: {check.num_faults}, first: {check.first_fault}")
     return 0 if all(check.ok for check in checks) else 1
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from dflash_lib.hidden_states.formats import open_states
+    from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
+
+    source = open_states(options.source, options.format, target_layer_ids=options.target_layer_ids,
+                         hidden_size=options.hidden_size, dataset=options.dataset)
+    print(source.describe())
+    to = options.to or ("speculators" if source.format == "store" else "store")
+    done = convert(source, options.destination, ConvertOptions(
+        to=to, encoding=options.encoding, target=options.target, dtype=options.dtype, drop_last=options.drop_last,
+        samples_per_shard=options.samples_per_shard, with_states=not options.rows_only))
+    for note in done.notes:
+        print(f"note: {note}")
+    print(f"{options.destination}: {to}, {done.num_samples} samples, the same as the source's (verified); "
+          f"{done.num_written} {'shards' if to == 'store' else 'files'} written now")
+    return 0
 
 
 def _fetch_demo_model(_options: argparse.Namespace) -> int:

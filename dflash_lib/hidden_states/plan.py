@@ -10,15 +10,29 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from dflash_lib.conversations.prepare import PreparedRows
+import numpy as np
+
 from dflash_lib.files import canonical_json, hash_value, read_json, write_text
 from dflash_lib.hidden_states.schema import SCHEMA, StoreError, bytes_per_token, get_encoding
 from dflash_lib.target.capture import check_layer_ids, padding_share, plan_batches
 
 PLAN_FILE = "plan.json"
 ONLY_RECORDED = {"target.name", "target.transformers", "data.source_sha256"}  # said, and never a reason to refuse
+
+
+class PlannedRows(Protocol):
+    """What a plan needs to know of token rows: `PreparedRows`, or what a conversion read from another tool's files."""
+
+    tokenizer_hash: str
+    source_sha256: str
+    fingerprint: str
+    lengths: np.ndarray
+    num_tokens: int
+    num_supervised: int
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +145,7 @@ class ExtractionPlan:
         return plan
 
 
-def make_plan(target: dict[str, str], config, prepared: PreparedRows, options: ExtractionOptions) -> ExtractionPlan:
+def make_plan(target: dict[str, str], config, prepared: PlannedRows, options: ExtractionOptions) -> ExtractionPlan:
     """The plan for extracting `prepared` with a target.
 
     target: its identity (`target_identity`); config: its text configuration. Raises StoreError when the rows were

@@ -180,7 +180,7 @@ class ShardWriter:
         last = to_raw(sample.last_hidden_state_prenorm) if self.last is not None else None
         bad = find_bad_rows(aux) or (find_bad_rows(last) if last is not None else "")
         if bad:
-            self.quarantined.append({"sample_index": sample_index, "reason": bad})
+            self.leave_out(sample_index, bad)
             return
         self.aux.append(aux)
         if last is not None:
@@ -189,6 +189,10 @@ class ShardWriter:
         self.input_ids.append(input_ids)
         self.loss_mask.append(loss_mask)
         self.sample_index.append(sample_index)
+
+    def leave_out(self, sample_index: int, reason: str) -> None:
+        """Notes a sample as quarantined, in the place of adding it."""
+        self.quarantined.append({"sample_index": sample_index, "reason": reason})
 
     def _finish(self) -> None:
         done = {*self.sample_index, *(entry["sample_index"] for entry in self.quarantined)}

@@ -28,10 +28,10 @@ def make_options(**changes) -> ExtractionOptions:
 
 
 def make_store(folder: Path, target: Target, prepared: PreparedRows, **changes) -> ExtractionPlan:
-    """Extracts a store in this process."""
-    plan = make_plan(target.identity, target.config, prepared, make_options(**changes))
+    """Extracts a store in this process, as a worker does: with the plan read from the folder."""
     folder.mkdir(parents=True)
-    plan.save(folder)
+    make_plan(target.identity, target.config, prepared, make_options(**changes)).save(folder)
+    plan = ExtractionPlan.load(folder)
     for shard in range(len(plan.shards)):
         extract_shard(target, prepared, plan, folder, shard)
     return plan

@@ -23,7 +23,8 @@ class SourceSample:
     id where the layout has one, else "". input_ids: int64 [T], None where the layout lacks them; loss_mask: uint8 [T]
     or None. states: [rows, K, H] in the stored dtype, the tapped layers in stored order and behind them the last
     state, if there is one; rows may differ from T in a damaged sample. scales: float32, broadcastable to `states`, for
-    fp8; None otherwise.
+    fp8; None otherwise. note: what the layout's own parts say against each other, in words, such as a data set whose
+    ids are not the file's; "" when nothing.
     """
 
     name: str
@@ -32,6 +33,7 @@ class SourceSample:
     loss_mask: np.ndarray | None
     states: Tensor
     scales: Tensor | None = None
+    note: str = ""
 
     def decoded(self) -> Tensor:
         """The states as float32 [rows, K, H], scales applied."""

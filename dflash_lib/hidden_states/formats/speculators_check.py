@@ -1,9 +1,6 @@
-"""The speculators package's layout: `hidden_states/hs_{i}.safetensors` a sample beside an Arrow data set.
+"""A few samples written in speculators' layout and read back, field by field: what 02_layout shows.
 
-A file holds `hidden_states` bfloat16 [T, L + 1, H], the last slot being the last layer's output before the norm, and
-`token_ids` int64 [T]. The data set holds input_ids and loss_mask (int64) and seq_len, one row a sample, in torch
-format. Its layer ids name the INPUT of a layer: theirs = ours + 1, and the last slot is id num_hidden_layers. Source:
-speculators 0.9.0, read from its data set class; the ids are kept in each file's metadata here, where it keeps none.
+Whole data sets go through `convert`; the files and the data set are written by the same functions here and there.
 """
 
 import json
@@ -11,78 +8,46 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from dflash_lib.conversations.prepare import PreparedRows
-from dflash_lib.files import atomic_path
+from dflash_lib.hidden_states.formats.speculators import (
+    IDS,
+    STATES,
+    TOKENS,
+    is_row_set,
+    speculators_layer_ids,
+    state_file,
+    write_rows,
+    write_states,
+)
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import StoredSample
 from dflash_lib.hidden_states.verify import StoreCheck, count_different
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.loading import Target
 
-IDS = "aux_hidden_state_layer_ids"
-
-
-def speculators_layer_ids(target_layer_ids: Sequence[int]) -> list[int]:
-    """Their ids (inputs of layers) for our ids (outputs of layers)."""
-    return [k + 1 for k in target_layer_ids]
-
-
-def state_file(folder: Path | str, i: int) -> Path:
-    """The file of sample `i` in an exported folder."""
-    return Path(folder) / "hidden_states" / f"hs_{i}.safetensors"
-
 
 def write_speculators(folder: Path | str, samples: Sequence[StoredSample], target_layer_ids: Sequence[int],
                       num_hidden_layers: int) -> None:
     """Writes samples in their order: sample i becomes hs_{i} and row i of the data set.
 
-    Raises StoreError when the folder holds anything already, when there are no samples, and for a sample without the
-    last hidden state, which this layout needs.
+    An export that an earlier call left in the folder is removed first. Raises StoreError when the folder holds anything
+    else, when there are no samples, and for a sample without the last hidden state, which this layout needs.
     """
-    from datasets import Dataset, Features, Sequence, Value, disable_progress_bars, enable_progress_bars
-
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise StoreError(f"{folder}: is not empty; remove it, or name another folder")
     if not samples or any(sample.last_hidden_state_prenorm is None for sample in samples):
         raise StoreError("speculators' layout: at least one sample is needed, and each with the last hidden state")
-    for i, sample in enumerate(samples):
-        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1)
-        tensors = {"hidden_states": states.bfloat16().contiguous(),
-                   "token_ids": torch.from_numpy(sample.input_ids.astype(np.int64))}
-        metadata = {IDS: json.dumps([*speculators_layer_ids(target_layer_ids), num_hidden_layers])}
-        with atomic_path(state_file(folder, i)) as partial:
-            save_file(tensors, partial, metadata)
-    integers = Sequence(Value("int64"))
-    rows = Dataset.from_dict(
-        {"input_ids": [sample.input_ids.tolist() for sample in samples],
-         "loss_mask": [sample.loss_mask.tolist() for sample in samples],
-         "seq_len": [len(sample.input_ids) for sample in samples]},
-        features=Features(input_ids=integers, loss_mask=integers, seq_len=Value("int64"))).with_format("torch")
-    disable_progress_bars()
-    try:
-        rows.save_to_disk(folder)
-    finally:
-        enable_progress_bars()
-
-
-def rewrite_speculators(folder: Path | str, samples: Sequence[StoredSample], target_layer_ids: Sequence[int],
-                        num_hidden_layers: int) -> None:
-    """`write_speculators` into a folder that an earlier call may have written: what that left is removed first.
-
-    Raises StoreError when the folder holds anything that is no such export.
-    """
-    folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
-        if not (folder / "hidden_states").is_dir() or not (folder / "dataset_info.json").is_file():
+        if not (folder / STATES).is_dir() or not is_row_set(folder):
             raise StoreError(f"{folder}: holds something else than an export in speculators' layout; it is left alone")
         shutil.rmtree(folder)
-    write_speculators(folder, samples, target_layer_ids, num_hidden_layers)
+    layer_ids = [*speculators_layer_ids(target_layer_ids), num_hidden_layers]
+    for i, sample in enumerate(samples):
+        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1).bfloat16()
+        write_states(state_file(folder, i), sample.input_ids, states, None, layer_ids)
+    write_rows(folder, ((sample.input_ids, sample.loss_mask) for sample in samples))
 
 
 def capture_samples(target: Target, prepared: PreparedRows, target_layer_ids: Sequence[int]) -> list[StoredSample]:
@@ -114,8 +79,8 @@ def check_speculators(folder: Path | str, samples: Sequence[StoredSample], targe
     wanted_ids = [*speculators_layer_ids(target_layer_ids), num_hidden_layers]
     for i, sample in enumerate(samples):
         with safe_open(state_file(folder, i), framework="pt") as file:
-            faults["field names"] += set(file.keys()) != {"hidden_states", "token_ids"}
-            states, ids = file.get_tensor("hidden_states"), file.get_tensor("token_ids")
+            faults["field names"] += set(file.keys()) != {STATES, TOKENS}
+            states, ids = file.get_tensor(STATES), file.get_tensor(TOKENS)
             faults["layer ids + 1, last slot behind"] += json.loads(file.metadata()[IDS]) != wanted_ids
         row = rows[i]
         num_tokens, num_layers, hidden = sample.aux_hidden_states.shape

@@ -10,16 +10,14 @@ from datasets import load_from_disk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dflash_lib.hidden_states.schema import StoreError
-from dflash_lib.hidden_states.speculators_format import (
+from dflash_lib.hidden_states.formats.speculators import speculators_layer_ids, state_file
+from dflash_lib.hidden_states.formats.speculators_check import (
     NAMES,
     capture_samples,
     check_speculators,
-    rewrite_speculators,
-    speculators_layer_ids,
-    state_file,
     write_speculators,
 )
+from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample
 from tests.hidden_states.rows import make_prepared, make_store
 
@@ -41,9 +39,7 @@ def written(samples, tmp_path_factory):
     return folder
 
 
-def test_what_cannot_be_written_is_refused(samples, written, tmp_path):
-    with pytest.raises(StoreError, match="not empty"):
-        write_speculators(written, samples, IDS, 6)
+def test_what_cannot_be_written_is_refused(samples, tmp_path):
     with pytest.raises(StoreError, match="last hidden state"):
         write_speculators(tmp_path, [], IDS, 6)
     bare = StoredSample(0, samples[0].input_ids, samples[0].loss_mask, samples[0].aux_hidden_states, None)
@@ -53,12 +49,12 @@ def test_what_cannot_be_written_is_refused(samples, written, tmp_path):
 
 def test_an_export_can_be_repeated_but_nothing_else_is_removed(samples, tmp_path):
     for num in (5, 3):
-        rewrite_speculators(tmp_path / "export", samples[:num], IDS, 6)
+        write_speculators(tmp_path / "export", samples[:num], IDS, 6)
         assert all(check.ok for check in check_speculators(tmp_path / "export", samples[:num], IDS, 6))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(StoreError, match="left alone"):
-        rewrite_speculators(tmp_path / "other", samples, IDS, 6)
+        write_speculators(tmp_path / "other", samples, IDS, 6)
     assert (tmp_path / "other" / "thesis.tex").read_text() == "x"
 
 

@@ -1,0 +1,274 @@
+"""Converts hidden states of any layout into a store or into speculators' layout, sample by sample, and verifies.
+
+The destination's `conversion.json` is written first: what it is made from and how. The same command goes on where a
+kill stopped it, because every file of the destination is whole or absent; at the end all of it is read back and
+compared with the source bit for bit. From a store to speculators the plan and the notes of quarantined samples travel
+in that JSON, and the way back makes the same store, byte for byte. speculators itself does not read it: through its
+hands they are lost, and a store made from its files needs to be told the target.
+
+What cannot be: a last state behind the norm does not become one before it (`drop_last` leaves it out), and fp8 does
+not get its lost bits back: a store made from it says so in its plan.
+"""
+
+import fcntl
+import io
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_lib.files import canonical_json, read_json, write_text
+from dflash_lib.hidden_states.formats.destinations import Destination, SpeculatorsDestination, StoreDestination
+from dflash_lib.hidden_states.formats.detect import CONVERSION_FILE
+from dflash_lib.hidden_states.formats.reading import Samples
+from dflash_lib.hidden_states.formats.source import POST_NORM, PRE_NORM
+from dflash_lib.hidden_states.formats.survey import survey
+from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionOptions, ExtractionPlan, make_plan
+from dflash_lib.hidden_states.schema import ENCODINGS, StoreError
+from dflash_lib.progress import Progress
+from dflash_lib.target.capture import check_layer_ids
+from dflash_lib.target.loading import read_config, target_identity
+
+SPECULATORS_ENCODINGS = ("bf16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """to: "store" or "speculators". encoding: of a store bf16 or bf16+zstd, of speculators bf16 or fp8 ("" = the
+    source's where it has such a one, else bf16). target: folder or hub id of the model that the states are of, needed
+    for a store whenever no plan comes with them; dtype: that it ran in. drop_last: leave the last state out of a store.
+    samples_per_shard: of a store that is planned here. with_states=False: to speculators, write its Arrow data set
+    alone, for training straight from a store."""
+
+    to: str = "store"
+    encoding: str = ""
+    target: str | None = None
+    dtype: str = "float32"
+    drop_last: bool = False
+    samples_per_shard: int = 64
+    with_states: bool = True
+
+    def __post_init__(self) -> None:
+        known = {"store": tuple(ENCODINGS), "speculators": SPECULATORS_ENCODINGS}
+        if self.to not in known:
+            raise StoreError(f"to: {self.to!r}; states are written as {' or '.join(known)}")
+        if self.encoding and self.encoding not in known[self.to]:
+            raise StoreError(f"encoding: {self.encoding!r} is not one of a {self.to}'s here: "
+                             f"{', '.join(known[self.to])}")
+        if self.drop_last and self.to == "speculators":
+            raise StoreError("drop_last: speculators' layout needs the last state; only a store can do without")
+        if not self.with_states and self.to != "speculators":
+            raise StoreError("rows only: that is a part of speculators' layout; a store has no use for it")
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """num_samples of the destination, num_written: files or shards written now; notes: what there is to know, as lines;
+    seconds: of writing and of verifying."""
+
+    num_samples: int
+    num_written: int
+    notes: list[str]
+    convert_seconds: float
+    verify_seconds: float
+
+
+def convert(source: Samples, destination: Path | str, options: ConvertOptions, show: bool = True) -> ConversionReport:
+    """Writes `source` into the folder `destination`, goes on with what an earlier call left, and verifies all of it.
+
+    show: print progress. Raises StoreError for a source that is not whole or lacks what the destination needs, a
+    destination that belongs to something else or was begun in another way, one that cannot be written, and a
+    difference found at the end; TargetError for a target that cannot be read.
+    """
+    destination = Path(destination)
+    encoding = options.encoding or _default_encoding(source, options.to)
+    notes = _check_source(source, options, encoding)
+    settings = {**asdict(options), "encoding": encoding, "source": source.identity(),
+                "target_layer_ids": source.target_layer_ids}
+    carried, quarantined = _carried(source)
+    with _claimed(source, destination, settings):
+        head: dict[str, Any] = {"settings": settings}
+        if options.to == "store":
+            plan = _store_plan(source, destination, options, encoding, carried, quarantined, show)
+            indices = [index for index in range(plan.num_samples) if index not in quarantined]
+            target: Destination = StoreDestination(source, destination, plan, dict(zip(indices, range(len(source)),
+                                                                                    strict=True)), quarantined)
+        else:
+            target = SpeculatorsDestination(source, destination, encoding, _num_layers(source, options, carried),
+                                            options.with_states, carried and carried.num_tokens)
+            if carried is not None:
+                head |= {"plan": asdict(_marked(carried, source)), "quarantined": sorted(quarantined.items())}
+        try:
+            write_text(destination / CONVERSION_FILE, canonical_json(head) + "\n")
+            if options.to == "store" and not (destination / PLAN_FILE).exists():
+                plan.save(destination)
+        except OSError as error:
+            raise StoreError(f"{destination}: cannot be written ({error}). Name another folder.") from error
+        return _run(target, notes, show)
+
+
+def _run(target: Destination, notes: list[str], show: bool) -> ConversionReport:
+    began, stream = time.monotonic(), None if show else io.StringIO()
+    todo = target.todo()
+    total = sum(map(target.size, target.units))
+    with Progress(total, "convert", "samples", start=total - sum(map(target.size, todo)), stream=stream) as progress:
+        for unit in todo:
+            target.write(unit)
+            progress.update(target.size(unit))
+        notes = [*notes, *target.finish()]
+    converted = time.monotonic()
+    with Progress(total, "verify", "samples", stream=stream) as progress:
+        for unit in target.units:
+            target.check(unit)
+            progress.update(target.size(unit))
+    return ConversionReport(total, len(todo), notes, converted - began, time.monotonic() - converted)
+
+
+def _default_encoding(source: Samples, to: str) -> str:
+    known: Sequence[str] = tuple(ENCODINGS) if to == "store" else ("bf16",)
+    plan, _ = _carried(source)
+    stored = plan.encoding if plan is not None else source.encoding
+    return stored if stored in known else "bf16"
+
+
+def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> list[str]:
+    """What will be lost or changed, as lines. Raises StoreError for a source that cannot be converted."""
+    for names, what in ((source.missing, "have no file, though they ought to be there"),
+                        (source.extra, "belong to no row of the data set")):
+        if names:
+            raise StoreError(f"{source.path}: {len(names)} samples {what}: {', '.join(names[:3])}"
+                             f"{', ...' if len(names) > 3 else ''}. Extract them again, or put the folder in order.")
+    notes = []
+    if options.to == "speculators" and options.with_states and source.last != PRE_NORM:
+        why = "its last state is behind the norm, which cannot be undone" if source.last else "it holds no last state"
+        raise StoreError(f"{source.path}: {why}; speculators' layout needs the one before the norm. Convert it into a "
+                         "store (--to store), or extract anew.")
+    if options.to == "store" and source.last == POST_NORM:
+        if not options.drop_last:
+            raise StoreError(f"{source.path}: its last state is behind the final norm; a store holds the one before "
+                             "it, and the norm cannot be undone. --drop-last leaves it out: enough for cross-entropy, "
+                             "not for a KL loss.")
+        notes.append("the last state (behind the norm) was left out: no KL loss can be trained from this store")
+    elif options.to == "store" and (source.last is None or options.drop_last):
+        notes.append("the store has no last state: no KL loss can be trained from it")
+    if source.encoding in ("fp32", "fp64", "fp16"):
+        notes.append(f"{source.encoding} was rounded to bf16")
+    if source.encoding == "fp8" and encoding != "fp8":
+        notes.append("the source is fp8: the states are what is left of them, the last one included")
+    if encoding == "fp8" and source.encoding != "fp8":
+        notes.append("fp8 keeps 3 mantissa bits, of the last state too: the way back gives rounded states")
+    return notes
+
+
+def _carried(source: Samples) -> tuple[ExtractionPlan | None, dict[int, str]]:
+    """The plan that comes with a source, and the samples that it names and the source left out, with reasons."""
+    plan = getattr(source, "plan", None)
+    if plan is not None:
+        return plan, {entry["sample_index"]: entry["reason"] for content in source.store.shards.values()
+                      for entry in json.loads(content.quarantined)}
+    conversion = getattr(source, "conversion", None) or {}
+    if "plan" not in conversion:
+        return None, {}
+    try:
+        plan = ExtractionPlan(**conversion["plan"])
+        quarantined = {int(index): str(reason) for index, reason in conversion["quarantined"]}
+    except (TypeError, KeyError, ValueError) as error:
+        raise StoreError(f"{source.path}: its {CONVERSION_FILE} is damaged ({error}). Without that file, give "
+                         "--target and --target-layer-ids.") from error
+    if plan.num_samples != len(source) + len(quarantined):
+        raise StoreError(f"{source.path}: {len(source)} samples, but its {CONVERSION_FILE} speaks of "
+                         f"{plan.num_samples - len(quarantined)}. Files were added or removed since: without that "
+                         "file, give --target and --target-layer-ids.")
+    return plan, quarantined
+
+
+def _store_plan(source: Samples, destination: Path, options: ConvertOptions, encoding: str,
+                carried: ExtractionPlan | None, quarantined: dict[int, str], show: bool) -> ExtractionPlan:
+    """The plan of the store to write: the one that an earlier call wrote, the source's own, or a new one."""
+    if (destination / PLAN_FILE).exists():
+        return ExtractionPlan.load(destination)
+    has_last = source.last == PRE_NORM and not options.drop_last
+    if carried is None and options.target is None:
+        raise StoreError(f"{source.path}: nothing here says of which model these states are, and a store must: give "
+                         "--target MODEL")
+    identity = None if options.target is None else target_identity(options.target, options.dtype)
+    if carried is not None:
+        wrong = [key for key in ("weights", "config", "tokenizer")
+                 if identity is not None and identity[key] != carried.target[key]]
+        if wrong:
+            raise StoreError(f"{source.path}: made with another target than {options.target} ({', '.join(wrong)} "
+                             "differ)")
+        if source.target_layer_ids != carried.target_layer_ids:
+            raise StoreError(f"{source.path}: its plan says layers {carried.target_layer_ids}, not "
+                             f"{source.target_layer_ids}")
+        return _marked(replace(carried, encoding=encoding, last=carried.last and has_last), source)
+    if source.target_layer_ids is None:
+        raise StoreError(f"{source.path}: the files do not say which layers they hold: give --target-layer-ids (ours: "
+                         "id k is the output of layer k). `audit` finds them.")
+    config = read_config(options.target).get_text_config()
+    check_layer_ids(source.target_layer_ids, config.num_hidden_layers)
+    width = source.probe().states.shape[2]
+    if width != config.hidden_size:
+        raise StoreError(f"{source.path}: states {width} wide, but {options.target} has hidden size "
+                         f"{config.hidden_size}. Is it another model, or are the layers cut up wrongly "
+                         "(--target-layer-ids, --hidden-size)?")
+    with Progress(len(source), "survey", "samples", stream=None if show else io.StringIO()) as progress:
+        rows = survey(source, identity["tokenizer"], progress)
+    plan = make_plan(identity, config, rows, ExtractionOptions(
+        target_layer_ids=source.target_layer_ids, last=has_last, encoding=encoding,
+        samples_per_shard=options.samples_per_shard))
+    return _marked(plan, source)
+
+
+def _marked(plan: ExtractionPlan, source: Samples) -> ExtractionPlan:
+    """The plan, with where the states come from unless they are as they were extracted under it."""
+    if source.format == "store" or getattr(source, "conversion", None) and source.encoding == "bf16":
+        return plan
+    return replace(plan, data={**plan.data, "converted_from": f"{source.format} {source.encoding}"})
+
+
+def _num_layers(source: Samples, options: ConvertOptions, carried: ExtractionPlan | None) -> int | None:
+    if carried is not None:
+        return carried.num_hidden_layers
+    if options.target is not None:
+        return read_config(options.target).get_text_config().num_hidden_layers
+    return getattr(source, "num_hidden_layers", None)
+
+
+@contextmanager
+def _claimed(source: Samples, destination: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """The destination, made if need be, for this process alone. Raises StoreError when it is not this conversion's."""
+    here, there = source.path.resolve(), destination.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise StoreError(f"{destination}: source and destination lie in each other; name another folder")
+    if destination.exists() and not destination.is_dir():
+        raise StoreError(f"{destination}: a file; name a folder")
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        folder = os.open(destination, os.O_RDONLY)
+    except OSError as error:
+        raise StoreError(f"{destination}: cannot be written ({error}). Name another folder.") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back, whatever ends the process
+        held = set(os.listdir(destination)) - {f".{CONVERSION_FILE}.partial"}
+        if held and CONVERSION_FILE not in held:
+            raise StoreError(f"{destination}: holds something else ({min(held)}); it is left alone. Name an empty or a "
+                             "new folder.")
+        if held:
+            before = read_json(destination / CONVERSION_FILE).get("settings", {})
+            now = json.loads(canonical_json(settings))
+            changed = [f"  {key}: then {json.dumps(before.get(key))}, now {json.dumps(now.get(key))}"
+                       for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+            if changed:
+                raise StoreError(f"{destination}: begun as another conversion:\n" + "\n".join(changed)
+                                 + "\nName another folder, or remove this one.")
+        yield
+    except BlockingIOError as error:
+        raise StoreError(f"{destination}: another process is writing it. Wait for it, or name another folder."
+                         ) from error
+    finally:
+        os.close(folder)

@@ -1,0 +1,44 @@
+"""This project's own store, read as every other layout is."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_lib.hidden_states.formats.reading import Samples
+from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
+from dflash_lib.hidden_states.store import HiddenStateStore
+
+
+class StoreSource(Samples):
+    """A hidden-state store; sample i is the i-th of its sample indices, ascending.
+
+    Raises StoreError, as opening a store does, when shards are missing or damaged.
+    """
+
+    format = "store"
+
+    def __init__(self, path: Path | str):
+        self.path, self.store = Path(path), HiddenStateStore.open(path)
+        self.plan = self.store.plan
+        self.encoding, self.target_layer_ids = self.plan.encoding, self.store.target_layer_ids
+        self.last = PRE_NORM if self.plan.last else None
+        self.indices = self.store.sample_indices
+        self.names = [f"sample {index}" for index in self.indices]
+        self.missing, self.extra = [], []
+
+    def read(self, i: int) -> SourceSample:
+        sample = self.store.read(self.indices[i])
+        states = sample.aux_hidden_states
+        if sample.last_hidden_state_prenorm is not None:
+            states = torch.cat([states, sample.last_hidden_state_prenorm[:, None]], dim=1)
+        return SourceSample(name=self.names[i], sample_id="", input_ids=sample.input_ids.astype(np.int64),
+                            loss_mask=sample.loss_mask, states=states)
+
+    def read_tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, mask = self.store.read_tokens(self.indices[i])
+        return ids.astype(np.int64), mask
+
+    def identity(self) -> dict[str, Any]:
+        return {"format": self.format, "encoding": self.encoding, "plan": self.plan.hash}
