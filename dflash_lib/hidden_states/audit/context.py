@@ -7,6 +7,7 @@ from torch import Tensor
 from dflash_lib.hidden_states.audit.explain import AuditedSample
 from dflash_lib.hidden_states.audit.reference import Candidate, FinalNorm, Reference, recompute
 from dflash_lib.hidden_states.formats.source import StateSource
+from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.target.loading import Target
 
 
@@ -35,9 +36,12 @@ class Audited:
     def read_ids(self, i: int) -> list[int] | None:
         """Token ids of a sample, None when it has none that the target could run."""
         if i not in self.ids:
-            if not 0 <= i < len(self.source) or self.lengths[i] < 1:
+            if not 0 <= i < len(self.source):
                 return None
-            ids = self.source.read(i).input_ids
+            try:
+                ids = self.source.read(i).input_ids
+            except (StoreError, OSError):
+                return None  # the scan has said so
             if ids is None or not usable_ids(ids, self.target):
                 return None
             self.ids[i] = [int(k) for k in ids]

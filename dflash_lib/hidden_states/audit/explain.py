@@ -78,12 +78,18 @@ def scores(comparison: Comparison, rows: Tensor | None = None) -> Tensor:
 
 
 def read_slot(sample: AuditedSample, slot: int, candidate: int) -> SlotReading:
-    """The slot under a candidate: which rows fit."""
+    """The slot under a candidate: which rows fit.
+
+    Unclear, though every row fits: a median beyond its own limit, or a distance that lies in the rows' lengths alone,
+    which rounding never does (of H directions it knows no special one).
+    """
     direct = sample.direct
     distance, limit = direct.distance[:, slot, candidate], direct.limit[:, slot, candidate]
     fits = distance <= limit
     inner = distance[1:] if len(distance) > 1 else distance
-    unclear = bool(fits.all()) and float(inner.median()) > float(direct.middle[slot, candidate])
+    middle, direction = float(inner.median()), float(direct.direction[-len(inner):, slot, candidate].median())
+    unclear = bool(fits.all()) and (middle > float(direct.middle[slot, candidate])
+                                    or middle > 2 * ARITHMETIC and direction < 0.7 * middle)
     return SlotReading(slot, candidate, distance, limit, fits, ~fits, unclear)
 
 
@@ -196,8 +202,10 @@ def explain_scale(sample: AuditedSample, reading: SlotReading) -> SampleFault | 
     direct, slot = sample.direct, reading.slot
     close = (direct.direction[:, slot] <= direct.limit[:, slot]) & reading.bad[:, None]  # [n, C]
     count = close.sum(0)
-    best = reading.candidate if count[reading.candidate] >= MOST * reading.num_bad else int(
-        torch.where(count >= MOST * reading.num_bad, -direct.direction[:, slot].nanmedian(0).values, -torch.inf).argmax())
+    best = reading.candidate
+    if count[best] < MOST * reading.num_bad:
+        middle = direct.direction[:, slot].median(0).values
+        best = int(torch.where(count >= MOST * reading.num_bad, middle, torch.inf).argmin())
     if count[best] < MOST * reading.num_bad:
         return None
     rows, ratio = close[:, best], direct.ratio[:, slot, best]
@@ -257,8 +265,8 @@ def explain_rows(sample: AuditedSample, reading: SlotReading, level: str, others
         text = rows_text(rows.cpu().numpy())
         offset_text = "" if common == 0 else f", {abs(common)} tokens {'on' if common > 0 else 'before'}"
         if other == sample.index:
-            found.append(_fault(sample, reading, faults.ROWS_MOVED, rows, f"{text} are rows of other tokens of the same "
-                                f"sample (row {int(where[hit][0])} is that of token {int(index[hit][0])})", ()))
+            found.append(_fault(sample, reading, faults.ROWS_MOVED, rows, f"{text} are rows of other tokens of the "
+                                f"same sample (row {int(where[hit][0])} is that of token {int(index[hit][0])})", ()))
         else:
             found.append(_fault(sample, reading, faults.OTHER_SAMPLE, rows, f"{text} are those of sample {other}"
                                 f"{offset_text} (median distance {float(distance[hit].median()):.2g})", (),

@@ -44,6 +44,7 @@ def explain_history(audited: Audited, sample: AuditedSample, before: Mapping[int
     trial = _Trial(audited, sample, bad)
     deep = audited.searched < DEEP_SAMPLES
     if trial.find(deep):
+        _replace_shifts(audited, sample, before, trial.best)
         return
     for i in _owners(audited, sample, deep):
         reference = audited.reference(i)
@@ -71,6 +72,18 @@ def _ids_instead_of_shift(audited: Audited, sample: AuditedSample, shifted: list
         reading.bad[:] = False
 
 
+def _replace_shifts(audited: Audited, sample: AuditedSample, before: Mapping[int, Tensor], best: Alternative) -> None:
+    """Takes back the shift of slots that the same alternative explains: early layers hardly see the token in front."""
+    shifted = {f.slot: f for f in sample.faults if f.code == faults.TOKENS_SHIFTED}
+    readings = [reading for reading in sample.readings if reading.slot in shifted]
+    for reading in readings:
+        reading.bad = before[reading.slot].clone()
+        if _Trial(audited, sample, [reading]).measure(best)[0] >= MOST:
+            sample.faults.remove(shifted[reading.slot])
+            reading.explained = best.code
+        reading.bad[:] = False
+
+
 def _first_tokens(audited: Audited) -> list[int]:
     return list(dict.fromkeys(ids[0] for ids in audited.ids.values()))
 
@@ -81,7 +94,8 @@ def _owners(audited: Audited, sample: AuditedSample, deep: bool) -> list[int]:
     near = [i - 1, i + 1, i - 2, i + 2]
     rows = len(sample.states)
     same = [j for j, n in enumerate(audited.lengths) if n == rows or n == len(sample.ids)] if deep else []
-    return [j for j in dict.fromkeys([*near, *same[:MAX_SAME_LENGTH]]) if 0 <= j < len(audited.lengths) and j not in known]
+    wanted = dict.fromkeys([*near, *same[:MAX_SAME_LENGTH]])
+    return [j for j in wanted if 0 <= j < len(audited.lengths) and j not in known]
 
 
 class _Trial:
@@ -236,8 +250,9 @@ def conclude(audited: Audited, sample: AuditedSample, bad: list[SlotReading]) ->
     for reading in bad:
         reading.bad, reading.explained = torch.zeros_like(reading.bad), reading.explained or faults.UNRECOGNISED
     if together and begins > 0 and all(jumps) and _one_cause(rows, begins):
-        return [SampleFault(faults.IDS_DIFFER, sample.index, None, f"from token {begins} on the states are those of other "
-                            f"tokens than the ids say; before it every row fits", (faults.IDS_DIFFER,), number, evidence)]
+        return [SampleFault(faults.IDS_DIFFER, sample.index, None, f"from token {begins} on the states are those of "
+                            "other tokens than the ids say; before it every row fits", (faults.IDS_DIFFER,), number,
+                            evidence)]
     if together and near and many:
         return [SampleFault(faults.OTHER_MODEL, sample.index, None, f"near, and not the same: median distance {names}",
                             (faults.OTHER_MODEL,), number, evidence)]
@@ -246,13 +261,13 @@ def conclude(audited: Audited, sample: AuditedSample, bad: list[SlotReading]) ->
         if token is not None and token != sample.ids[0]:
             words = [audited.target.tokenizer.convert_ids_to_tokens(k) for k in (token, sample.ids[0])]
             return [SampleFault(faults.IDS_DIFFER, sample.index, None, f"row 0 is the state of token {token} "
-                                f"({words[0]!r}), the ids begin with {sample.ids[0]} ({words[1]!r}): another tokenizer, "
-                                "template or sample", (faults.IDS_DIFFER,), number, evidence)]
+                                f"({words[0]!r}), the ids begin with {sample.ids[0]} ({words[1]!r}): another "
+                                "tokenizer, template or sample", (faults.IDS_DIFFER,), number, evidence)]
         if token == sample.ids[0]:
             return [SampleFault(faults.IDS_DIFFER, sample.index, None, "row 0 is right, and the others are states of "
                                 "other tokens than the ids say", (faults.IDS_DIFFER,), number, evidence)]
-        return [SampleFault(faults.OTHER_MODEL, sample.index, None, "no token of the target's vocabulary gives row 0, and "
-                            f"no row resembles its state: median distance {names}", (faults.OTHER_MODEL,), number,
+        return [SampleFault(faults.OTHER_MODEL, sample.index, None, "no token of the target's vocabulary gives row 0, "
+                            f"and no row resembles its state: median distance {names}", (faults.OTHER_MODEL,), number,
                             evidence)]
     return [SampleFault(faults.UNRECOGNISED, sample.index, r.slot, f"{rows_text(b.cpu().numpy())}: median distance "
                         f"{m:.2g} from {sample.reference.candidates[r.candidate].name} (unrelated tokens {u:.2g})",

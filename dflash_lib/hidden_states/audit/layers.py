@@ -55,10 +55,11 @@ def layer_findings(audited: Audited, holds: list[HoldsSlot]) -> list[Finding]:
         step = next(iter(steps))
         shifted += [h for h in wrong if h not in shifted and h.slot == num_slots - 1
                     and candidates[h.candidate].kind == LAYER]
-        pairs = ", ".join(f"{candidates[audited.claims[h.slot]].name} is {candidates[h.candidate].name}" for h in shifted)
-        found.append(Finding(faults.LAYER_SHIFTED, f"every tapped slot holds the layer {'after' if step > 0 else 'before'} "
-                             f"the stated one ({pairs})", tuple(h.slot for h in shifted), samples, {"step": step},
-                             ("relabel",)))
+        pairs = ", ".join(f"{candidates[audited.claims[h.slot]].name} is {candidates[h.candidate].name}"
+                          for h in shifted)
+        found.append(Finding(faults.LAYER_SHIFTED, f"every tapped slot holds the layer "
+                             f"{'after' if step > 0 else 'before'} the stated one ({pairs})",
+                             tuple(h.slot for h in shifted), samples, {"step": step}, ("relabel",)))
         wrong = [h for h in wrong if h not in shifted]
     else:
         held = sorted(h.candidate for h in tapped)
@@ -73,8 +74,9 @@ def layer_findings(audited: Audited, holds: list[HoldsSlot]) -> list[Finding]:
         for candidate, odd in hold.odd.items():
             found.append(Finding(
                 faults.WRONG_LAYER, f"slot {hold.slot} holds {candidates[candidate].name} in sample"
-                f"{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}, and {candidates[hold.candidate].name} in the "
-                "others", (hold.slot,), tuple(odd), {"holds": candidates[candidate].name}, ("drop samples", odd)))
+                f"{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}, and "
+                f"{candidates[hold.candidate].name} in the others", (hold.slot,), tuple(odd),
+                {"holds": candidates[candidate].name}, ("drop samples", odd)))
     return found
 
 

@@ -15,7 +15,7 @@ from dflash_lib.target.capture import HiddenStateTap
 from dflash_lib.target.loading import Target
 
 LAYER, EMBEDDING, NORMED, OTHER_NORM, NORM_TWICE = "layer", "embedding", "normed", "other norm", "norm twice"
-ROUNDING = {"float32": 2.0 ** -24, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}  # largest relative error of one rounding
+ROUNDING = {"float32": 2.0 ** -24, "bfloat16": 2.0 ** -8}  # largest relative error of one rounding
 CHUNK_BYTES = 128 << 20  # candidates are made for so many tokens at a time
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from dflash_lib.hidden_states.audit import faults
-from dflash_lib.hidden_states.audit.reference import LAYER, NORMED, OTHER_NORM, FinalNorm
-from dflash_lib.hidden_states.audit.result import Audit
+from dflash_lib.hidden_states.audit.faults import Finding
+from dflash_lib.hidden_states.audit.reference import LAYER, NORMED, OTHER_NORM, Candidate, FinalNorm
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
 from dflash_lib.hidden_states.schema import StoreError
@@ -25,7 +25,8 @@ from dflash_lib.target.loading import Target
 class Repair:
     """What to do with every sample. slots: stored slots to keep, the layers' ascending, the last state's behind them;
     layer_ids: what they hold; last: whether the last of `slots` is the last state; unnorm: how the last state was
-    normed ("" = not at all); shift: rows are moved this many tokens back; drop_first_id: the ids begin one too early;
+    normed ("" = not at all); shift: rows are moved this many tokens back (those stored early have
+    lost their beginning, on which every later token depends: no repair); drop_first_id: the ids begin one too early;
     factors: slot -> what its states are divided by; drop: indices in the source to leave out."""
 
     slots: list[int]
@@ -39,12 +40,12 @@ class Repair:
 
     def describe(self) -> list[str]:
         """What is done, as lines."""
-        lines = [f"keeps slots {self.slots} as outputs of layers {self.layer_ids}{' and the last state' if self.last else ''}"]
+        lines = [f"keeps slots {self.slots} as outputs of layers {self.layer_ids}"
+                 f"{' and the last state' if self.last else ''}"]
         if self.unnorm:
             lines.append("divides the last state by the norm's weight: norm(it) is then what was stored")
         if self.shift:
-            lines.append(f"moves every row {abs(self.shift)} tokens {'back' if self.shift > 0 else 'on'}; tokens that lose "
-                         "their row are cut off")
+            lines.append(f"moves every row {self.shift} tokens back; tokens that lose their row are cut off")
         if self.drop_first_id:
             lines.append("drops each sample's first token id, which has no state, and the last row, which has no token")
         lines += [f"divides slot {slot} by {factor:.6g}" for slot, factor in self.factors.items()]
@@ -54,27 +55,27 @@ class Repair:
         return lines
 
 
-def plan_repair(audit: Audit, candidates: Sequence[Any], holds: Sequence[int], has_last: bool,
+def plan_repair(findings: Sequence[Finding], holds: Sequence[Candidate], has_last: bool,
                 num_layers: int) -> tuple[Repair | None, str]:
     """The repair of an audited source, or None and why there is none.
 
-    holds: per slot the index of the candidate that it holds; has_last: whether the last slot is the last state.
+    holds: what each slot holds; has_last: whether the last slot is the last state.
     """
-    hopeless = [f for f in audit.findings if f.repair is None]
+    hopeless = [f for f in findings if f.repair is None]
     if hopeless:
         return None, f"nothing repairs this: {'; '.join(dict.fromkeys(f.fault for f in hopeless))}. Extract again."
-    done = {f.repair[0]: f.repair for f in audit.findings}
-    drop = sorted({i for f in audit.findings if f.repair[0] == "drop samples" for i in f.repair[1]})
+    done = {f.repair[0]: f.repair for f in findings}
+    drop = sorted({i for f in findings if f.repair[0] == "drop samples" for i in f.repair[1]})
     tapped = range(len(holds) - has_last)
     layers = {}
     for slot in tapped:
-        one = candidates[holds[slot]]
+        one = holds[slot]
         if one.kind == LAYER and one.layer not in layers:
             layers[one.layer] = slot
     last = has_last and "drop last" not in done
     unnorm = ""
     if last:
-        final = candidates[holds[-1]]
+        final = holds[-1]
         unnorm = final.kind if final.kind in (NORMED, OTHER_NORM) else ""
         last = final.layer == num_layers - 1 and final.kind in (LAYER, NORMED, OTHER_NORM)
     if not layers:
@@ -110,8 +111,8 @@ class RepairedSource(Samples):
     def read(self, i: int) -> SourceSample:
         repair, sample = self.repair, self.source.read(self.kept[i])
         if sample.input_ids is None or sample.loss_mask is None or len(sample.states) != len(sample.input_ids):
-            raise StoreError(f"{self.path}, {sample.name}: rows, token ids and loss mask do not fit each other; audit with "
-                             "--scan all names every such sample")
+            raise StoreError(f"{self.path}, {sample.name}: rows, token ids and loss mask do not fit each other; an "
+                             "audit with --scan all names every such sample")
         states, ids, mask = sample.decoded(), sample.input_ids, sample.loss_mask
         for slot, factor in repair.factors.items():
             states[:, slot] /= factor
@@ -120,8 +121,6 @@ class RepairedSource(Samples):
             states[:, -1] /= self.gain.cpu()
         if repair.shift > 0:
             states, ids, mask = states[repair.shift:], ids[:-repair.shift], mask[:-repair.shift]
-        elif repair.shift < 0:
-            raise StoreError("rows stored early lose their beginning, on which every later token depends; extract again")
         if repair.drop_first_id:
             states, ids, mask = states[:-1], ids[1:], mask[1:]
         return replace(sample, states=states.to(torch.bfloat16), scales=None, input_ids=np.ascontiguousarray(ids),
@@ -134,8 +133,8 @@ class RepairedSource(Samples):
         return {**own, "repair": repair}
 
 
-def to_extract_again(audit: Audit) -> list[int]:
+def to_extract_again(findings: Sequence[Finding]) -> list[int]:
     """Indices of samples whose states nothing repairs."""
     again = {faults.DUPLICATED}
-    return sorted({i for f in audit.findings if f.fault not in again and (f.repair is None or f.repair[0] == "drop samples")
+    return sorted({i for f in findings if f.fault not in again and (f.repair is None or f.repair[0] == "drop samples")
                    for i in f.samples})

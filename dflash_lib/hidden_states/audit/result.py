@@ -10,6 +10,7 @@ from dflash_lib.hidden_states.audit.context import Audited
 from dflash_lib.hidden_states.audit.faults import Finding, SampleFault
 from dflash_lib.hidden_states.audit.layers import HoldsSlot, layer_findings, slot_holds
 from dflash_lib.hidden_states.audit.reference import LAYER, ROUNDING
+from dflash_lib.hidden_states.audit.repair import Repair, plan_repair, to_extract_again
 from dflash_lib.hidden_states.audit.sampling import coverage
 from dflash_lib.hidden_states.audit.scan import Scan
 
@@ -40,7 +41,8 @@ class SlotResult:
 class Audit:
     """verdict: one line; findings: what is wrong, empty = nothing; slots: the table; layers: [K, N + 1] median distance
     of each slot to the embedding and every layer; by_token: per audited sample (name, [rows, K] distances to what the
-    slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits come from.
+    slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits
+    come from; repair: what makes usable states of these, or None and `no_repair`, why there is no way.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Audit:
     audited: tuple[int, ...]
     scanned: int
     sample_names: dict[int, str] = field(default_factory=dict)
+    repair: Repair | None = None
+    no_repair: str = ""
 
     @property
     def ok(self) -> bool:
@@ -71,6 +75,11 @@ class Audit:
     def about_states(self) -> list[Finding]:
         """Findings about stored states, not about files, ids or masks alone."""
         return [finding for finding in self.findings if finding.fault not in faults.ABOUT_DATA]
+
+    @property
+    def extract_again(self) -> list[str]:
+        """Names of samples whose states nothing repairs, as far as they were seen."""
+        return [self.sample_names.get(i, f"sample {i}") for i in to_extract_again(self.findings)]
 
     def rows(self) -> list[dict[str, Any]]:
         """The table, for a DataFrame: one row a slot."""
@@ -96,23 +105,30 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
     explained = {sample.index for sample in audited.samples}
     problems = [p for p in problems if not (p.sample in explained and p.code in SEEN_BY_BOTH)]
     holds = [slot_holds(audited, slot) for slot in range(len(audited.claims))] if audited.samples else []
-    found = [*layer_findings(audited, holds), *_merge(audited, [*(f for s in audited.samples for f in s.faults), *problems])]
+    single = [*(fault for sample in audited.samples for fault in sample.faults), *problems]
+    found = [*layer_findings(audited, holds), *_merge(audited, single)]
     found = sorted(found, key=lambda finding: finding.fault in faults.ABOUT_DATA)
     said = coverage(len(audited.source), len(audited.samples), min(num_drawn, len(audited.samples)))
     slots = [_slot_result(audited, hold, found) for hold in holds]
+    repair, no_repair = None, "" if audited.samples or not found else "no sample could be recomputed. Extract again."
+    if found and audited.samples:
+        repair, no_repair = plan_repair(found, [audited.candidates[h.candidate] for h in holds],
+                                        audited.source.last is not None, audited.target.num_layers)
     layers = np.zeros((0, 0))
     if audited.samples:
         columns = audited.target.num_layers + 1
         layers = np.median([s.direct.medians()[:, :columns].cpu().numpy() for s in audited.samples], axis=0)
     return Audit(
-        name=name or audited.source.format, verdict=_verdict(audited, found, scanned, said), findings=found, slots=slots,
-        layers=layers, coverage=said, basis=_basis(audited), level=audited.level, num_samples=len(audited.source),
+        name=name or audited.source.format, verdict=_verdict(audited, found, scanned, said), findings=found,
+        slots=slots, layers=layers, coverage=said, basis=_basis(audited), level=audited.level,
+        num_samples=len(audited.source),
         by_token=[(s.name, np.stack([s.direct.distance[:, h.slot, h.candidate].cpu().numpy() for h in holds], axis=1))
                   for s in audited.samples],
         limits=[np.stack([s.direct.limit[:, h.slot, h.candidate].cpu().numpy() for h in holds], axis=1)
                 for s in audited.samples],
         audited=tuple(s.index for s in audited.samples), scanned=scanned.num_scanned,
-        sample_names={s.index: s.name for s in audited.samples})
+        sample_names=dict(enumerate(audited.source.names)) if len(audited.source) < 10_000 else {
+            s.index: s.name for s in audited.samples}, repair=repair, no_repair=no_repair)
 
 
 def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
@@ -184,7 +200,8 @@ def _slot_result(audited: Audited, hold: HoldsSlot, found: list[Finding]) -> Slo
 
 def _verdict(audited: Audited, found: list[Finding], scanned: Scan, said: str) -> str:
     number = len(audited.source)
-    looked = f"all {number} samples were" if scanned.num_scanned == number else f"{scanned.num_scanned} of {number} were"
+    seen = scanned.num_scanned
+    looked = f"all {number} samples were" if seen == number else f"{seen} of {number} samples were"
     if found:
         names = list(dict.fromkeys(f.fault for f in found))
         return f"WRONG: {'; '.join(names)}. {said}; {looked} scanned."
@@ -199,5 +216,6 @@ def _basis(audited: Audited) -> str:
     dtype = str(sample.stored.states.dtype).removeprefix("torch.")
     noise = ROUNDING[audited.level]
     return (f"A row fits within the largest rounding of {dtype} ({sample.rounding.relative:.2g}, and what is too small "
-            f"for it), plus 4 times what one rounding to {audited.level} ({noise:.2g}) at every module does to that row "
-            "(vLLM's worst token: 2.4 times), plus 0.001 for this comparison; the median within twice that (vLLM: 1.0).")
+            f"for it), plus 4 times what one rounding to {audited.level} ({noise:.2g}) at every module does to that "
+            "row (vLLM's worst token: 2.4 times), plus 0.001 for this comparison; the median within twice such noise "
+            "(vLLM: 1.0 times).")

@@ -46,10 +46,13 @@ def scan_source(source: StateSource, target: Target, everything: bool, num_sampl
             sample = source.read(i)
             bad = _malformed(sample, target, scan)
         except (StoreError, OSError) as error:
-            missing = "missing" in str(error) or isinstance(error, FileNotFoundError)
+            missing = "no such file" in str(error) or isinstance(error, FileNotFoundError)
             code = faults.MISSING if missing else faults.UNREADABLE
             scan.faults.append(SampleFault(code, i, None, str(error), (code,)))
             continue
+        if sample.note:
+            scan.faults.append(SampleFault(faults.IDS_DIFFER, i, None, f"{sample.name}: {sample.note}",
+                                           (faults.IDS_DIFFER, "note")))
         if bad:
             scan.faults.append(SampleFault(bad[0], i, None, f"{sample.name}: {bad[1]}", (bad[0], *bad[2:])))
         scan.num_scanned += 1
@@ -68,8 +71,8 @@ def scan_source(source: StateSource, target: Target, everything: bool, num_sampl
         for i in same[1:]:
             if i not in duplicates:
                 scan.faults.append(SampleFault(
-                    faults.OTHER_SAMPLE, i, None, f"{source.names[i]} and {source.names[same[0]]} have the same last row "
-                    "of states and other tokens", (faults.OTHER_SAMPLE,), evidence={"other": same[0]}))
+                    faults.OTHER_SAMPLE, i, None, f"{source.names[i]} and {source.names[same[0]]} have the same last "
+                    "row of states and other tokens", (faults.OTHER_SAMPLE,), evidence={"other": same[0]}))
     scan.faults += _gaps(source)
     return scan
 
@@ -82,14 +85,16 @@ def _malformed(sample: SourceSample, target: Target, scan: Scan) -> tuple | None
     if sample.states.shape[-1] != target.hidden_size:
         return (faults.WRONG_SIZE, f"states are {sample.states.shape[-1]} wide, the target's hidden size is "
                 f"{target.hidden_size}: they are of another model")
+    if sample.scales is not None and not _fits(sample.scales, sample.states):
+        return faults.UNREADABLE, f"scales {list(sample.scales.shape)} do not fit states {list(sample.states.shape)}"
     if sample.input_ids is None:
         return faults.BAD_IDS, "no token ids: nothing can be recomputed"
     ids, size = sample.input_ids, target.embedding.weight.shape[0]
     if len(ids) == 0:
         return faults.BAD_IDS, "no tokens at all"
     if ids.min() < 0 or ids.max() >= size:
-        return faults.BAD_IDS, (f"token ids from {ids.min()} to {ids.max()} do not fit the target's vocabulary of {size}: "
-                                "another tokenizer's")
+        return faults.BAD_IDS, (f"token ids from {ids.min()} to {ids.max()} do not fit the target's vocabulary of "
+                                f"{size}: another tokenizer's")
     if len(sample.states) == 0:
         return faults.FEWER, f"no states for {len(ids)} tokens"
     mask = sample.loss_mask
@@ -98,6 +103,12 @@ def _malformed(sample: SourceSample, target: Target, scan: Scan) -> tuple | None
                 "nothing is supervised" if not mask.any() else f"values {sorted(set(mask.tolist()))[:5]}, not 0 and 1")
         return faults.BAD_MASK, f"loss mask: {what}", what if "supervised" in what else ""
     return None
+
+
+def _fits(scales: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether the scales broadcast to the states, one for a token, or for a token and slot."""
+    return scales.ndim == 3 and scales.shape[2] == 1 and all(
+        n in (1, m) for n, m in zip(scales.shape[:2], states.shape[:2], strict=True))
 
 
 def _look(i: int, sample: SourceSample, zero_tokens: set[int], scan: Scan, by_ids: dict, by_states: dict) -> None:
@@ -112,16 +123,18 @@ def _look(i: int, sample: SourceSample, zero_tokens: set[int], scan: Scan, by_id
         scan.faults += [SampleFault(code, i, slot, f"{sample.name}: {int(lost[:, slot].sum())} of {rows} rows are not "
                                     f"finite, the first at {int(torch.nonzero(lost[:, slot])[0])}", (code,),
                                     int(lost[:, slot].sum())) for slot in slots]
-    rightly = torch.tensor([k in zero_tokens for k in sample.input_ids[:rows].tolist()] + [False] * max(0, rows - tokens))
+    rightly = torch.zeros(rows, dtype=torch.bool)
+    rightly[:tokens] = torch.tensor([k in zero_tokens for k in sample.input_ids[:rows].tolist()], dtype=torch.bool)
     zero = (largest == 0) & ~rightly[:, None]
     for slot in torch.nonzero(zero.any(0))[:, 0].tolist():
         first = int(torch.nonzero(zero[:, slot])[0])
-        scan.faults.append(SampleFault(faults.ZEROS, i, slot, f"{sample.name}: {int(zero[:, slot].sum())} of {rows} rows "
-                                       f"are zero, the first at {first}", (faults.ZEROS,), int(zero[:, slot].sum())))
+        count = int(zero[:, slot].sum())
+        scan.faults.append(SampleFault(faults.ZEROS, i, slot, f"{sample.name}: {count} of {rows} rows are zero, the "
+                                       f"first at {first}", (faults.ZEROS,), count))
     if rows != tokens:
         code = faults.FEWER if rows < tokens else faults.MORE
-        scan.faults.append(SampleFault(code, i, None, f"{sample.name}: {rows} rows of states for {tokens} tokens", (code,),
-                                       abs(rows - tokens)))
+        scan.faults.append(SampleFault(code, i, None, f"{sample.name}: {rows} rows of states for {tokens} tokens",
+                                       (code,), abs(rows - tokens)))
     if tokens >= MIN_DUPLICATE:
         by_ids.setdefault(hashlib.blake2b(sample.input_ids.tobytes()).digest(), []).append(i)
         last = states[-1].contiguous()
@@ -131,14 +144,26 @@ def _look(i: int, sample: SourceSample, zero_tokens: set[int], scan: Scan, by_id
 
 
 def _gaps(source: StateSource) -> list[SampleFault]:
-    """Numbered names that leave one out."""
+    """What the reader knows to be missing or too many, and numbered names that leave one out."""
+    found = []
+    read = set(source.names)
+    unread = [name for name in getattr(source, "missing", []) if name not in read]  # the others failed to be read
+    extra = list(getattr(source, "extra", []))
+    for names, what in ((unread, "samples ought to be there and have no file"), (extra, "samples have no row in the "
+                                                                                 "data set")):
+        if names:
+            found.append(SampleFault(faults.MISSING, -1, None, f"{len(names)} {what}: {_shown(names)}",
+                                     (faults.MISSING, what), evidence={"missing": names[:100]}))
     numbers = ["".join(c if c.isdigit() else " " for c in name).split() for name in source.names]
-    if not all(numbers) or len(source) < 2:
-        return []
+    if found or not all(numbers) or len(source) < 2 or source.format == "store":  # a store knows what it left out
+        return found
     values = sorted(int(parts[-1]) for parts in numbers)
     absent = sorted(set(range(values[0], values[-1] + 1)) - set(values))
     if len(set(values)) != len(values) or not absent or len(absent) > len(values):
-        return []  # the numbers mean something else
-    shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-    return [SampleFault(faults.MISSING, -1, None, f"{len(absent)} numbers are left out among the samples' names: {shown}",
-                        (faults.MISSING, "gap"), evidence={"missing": absent[:100]})]
+        return found  # the numbers mean something else
+    return [SampleFault(faults.MISSING, -1, None, f"{len(absent)} numbers are left out among the samples' names: "
+                        f"{_shown(absent)}", (faults.MISSING, "gap"), evidence={"missing": absent[:100]})]
+
+
+def _shown(names: list) -> str:
+    return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")

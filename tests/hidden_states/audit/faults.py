@@ -14,15 +14,14 @@ from torch import Tensor
 from dflash_lib.hidden_states.audit import faults as names
 from dflash_lib.hidden_states.audit.reference import FinalNorm, run_row
 from dflash_lib.hidden_states.formats.source import POST_NORM, PRE_NORM, SourceSample
-from dflash_lib.target.capture import HiddenStateTap
 from dflash_lib.target.loading import Target
 from tests.hidden_states.audit.memory import MemorySource, extract, make_rows, make_sample, with_states
 
 
 @dataclass
 class Case:
-    """A target, rows, and the layers to store; make_loud, make_tuned, make_other: targets made from it, with states beyond
-    fp16, with changed weights, with weights of its own."""
+    """A target, rows, and the layers to store; make_loud, make_tuned, make_other: targets made from it, with states
+    beyond fp16, with changed weights, with weights of its own."""
 
     target: Target
     rng: np.random.Generator

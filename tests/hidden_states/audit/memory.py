@@ -60,7 +60,8 @@ def states_of(target: Target, ids: list[int], layer_ids: list[int], last: str | 
     return torch.cat(parts, dim=1)
 
 
-def make_rows(rng: np.random.Generator, target: Target, num: int = 6, shortest: int = 9, longest: int = 40) -> list[list[int]]:
+def make_rows(rng: np.random.Generator, target: Target, num: int = 6, shortest: int = 9,
+              longest: int = 32) -> list[list[int]]:
     """Random token rows of different lengths; none repeats."""
     lengths = rng.choice(np.arange(shortest, longest + 1), num, replace=False)
     return [rng.integers(4, target.config.vocab_size, n).tolist() for n in lengths]
@@ -69,8 +70,8 @@ def make_rows(rng: np.random.Generator, target: Target, num: int = 6, shortest: 
 def make_sample(index: int, ids: list[int], states: Tensor, encoding: str = "bf16") -> SourceSample:
     stored, scales = encode(states, encoding)
     mask = (np.arange(len(ids)) >= len(ids) // 2).astype(np.uint8)
-    return SourceSample(name=f"hs_{index}", sample_id="", input_ids=np.array(ids, np.int64), loss_mask=mask, states=stored,
-                        scales=scales)
+    return SourceSample(name=f"hs_{index}", sample_id="", input_ids=np.array(ids, np.int64), loss_mask=mask,
+                        states=stored, scales=scales)
 
 
 def extract(target: Target, rows: list[list[int]], layer_ids: list[int], last: str | None = PRE_NORM,

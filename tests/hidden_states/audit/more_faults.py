@@ -1,10 +1,10 @@
 """More planted faults (see faults.py): values, wrong requests, batches, encodings, models."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
-
-from dataclasses import replace
 
 from dflash_lib.hidden_states.audit import faults as names
 from dflash_lib.hidden_states.audit.reference import run_row
@@ -190,7 +190,8 @@ def missing(case: Case) -> Planted:
 @plant
 def fine_tuned(case: Case) -> Planted:
     """States of a fine-tune of the target, from slightly to clearly changed."""
-    return Planted(case.clean(target=case.make_tuned(float(case.rng.choice([0.02, 0.05, 0.1, 0.3])))), {names.OTHER_MODEL})
+    strength = float(case.rng.choice([0.02, 0.05, 0.1, 0.3]))
+    return Planted(case.clean(target=case.make_tuned(strength)), {names.OTHER_MODEL})
 
 
 @plant
