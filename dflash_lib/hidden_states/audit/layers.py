@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from dflash_lib.hidden_states.audit import faults
 from dflash_lib.hidden_states.audit.context import Audited
 from dflash_lib.hidden_states.audit.faults import Finding
-from dflash_lib.hidden_states.audit.reference import EMBEDDING, LAYER, NORM_TWICE, NORMED, OTHER_NORM
+from dflash_lib.hidden_states.audit.reference import (
+    EMBEDDING,
+    LAYER,
+    NORM_TWICE,
+    NORMED,
+    OTHER_NORM,
+    UNIT_LENGTH,
+)
 
 # Faults under which a slot's layer is not known: the rows are no states of the row, or too few of them.
 HIDING = {faults.UNRECOGNISED, faults.ZEROS, faults.NOT_FINITE, faults.OTHER_MODEL, faults.IDS_DIFFER}
@@ -84,6 +91,10 @@ def _differs(audited: Audited, hold: HoldsSlot) -> bool:
     """Whether the slot holds something else than stated; without a statement, something that is no plain layer."""
     claim = audited.claims[hold.slot]
     if claim is not None:
+        stated, holds = audited.candidates[claim], audited.candidates[hold.candidate]
+        last = audited.source.last is not None and hold.slot == len(audited.claims) - 1
+        if last and stated.kind == LAYER and holds.kind == UNIT_LENGTH and stated.layer == holds.layer:
+            return False  # what a repair leaves: the norm of it is right, and nothing else is made of it
         return claim != hold.candidate
     kind = audited.candidates[hold.candidate].kind
     may_be_normed = audited.source.last is None and hold.slot == len(audited.claims) - 1
@@ -100,6 +111,8 @@ def _one(audited: Audited, hold: HoldsSlot) -> Finding:
         code = faults.EMBEDDING
     elif holds.kind == NORMED and (stated is None or stated.kind != NORMED):
         code, repair = faults.POST_NORM, ("unnorm",) if last else ("relabel",)
+    elif holds.kind == UNIT_LENGTH:
+        code = faults.OTHER_NORM
     elif holds.kind == OTHER_NORM:
         code, repair = faults.OTHER_NORM, ("unnorm",) if last else ("relabel",)
     elif holds.kind == NORM_TWICE:

@@ -14,7 +14,8 @@ from dflash_lib.hidden_states.parity import relative_errors
 from dflash_lib.target.capture import HiddenStateTap
 from dflash_lib.target.loading import Target
 
-LAYER, EMBEDDING, NORMED, OTHER_NORM, NORM_TWICE = "layer", "embedding", "normed", "other norm", "norm twice"
+LAYER, EMBEDDING, NORMED = "layer", "embedding", "normed"
+OTHER_NORM, NORM_TWICE, UNIT_LENGTH = "other norm", "norm twice", "unit length"
 ROUNDING = {"float32": 2.0 ** -24, "bfloat16": 2.0 ** -8}  # largest relative error of one rounding
 CHUNK_BYTES = 128 << 20  # candidates are made for so many tokens at a time
 
@@ -22,7 +23,8 @@ CHUNK_BYTES = 128 << 20  # candidates are made for so many tokens at a time
 @dataclass(frozen=True)
 class Candidate:
     """kind: LAYER, EMBEDDING, NORMED (the target's final norm of that layer), OTHER_NORM ((1 + w) where the target
-    scales by w, or the reverse), NORM_TWICE; layer: the layer id, -1 for the embedding."""
+    scales by w, or the reverse), NORM_TWICE, UNIT_LENGTH (normed without weight); layer: the layer id, -1 for the
+    embedding."""
 
     kind: str
     layer: int
@@ -31,7 +33,8 @@ class Candidate:
     def name(self) -> str:
         """In words, for tables."""
         return {LAYER: f"layer {self.layer}", EMBEDDING: "embedding", NORMED: f"norm(layer {self.layer})",
-                OTHER_NORM: f"wrong norm(layer {self.layer})", NORM_TWICE: f"norm(norm(layer {self.layer}))"}[self.kind]
+                OTHER_NORM: f"wrong norm(layer {self.layer})", NORM_TWICE: f"norm(norm(layer {self.layer}))",
+                UNIT_LENGTH: f"layer {self.layer} at RMS 1"}[self.kind]
 
 
 class FinalNorm:
@@ -62,7 +65,12 @@ class FinalNorm:
 
     def other(self, states: Tensor) -> Tensor:
         """With the mistaken gain."""
-        return states * states.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.other_gain
+        return unit_length(states) * self.other_gain
+
+
+def unit_length(states: Tensor) -> Tensor:
+    """At RMS 1: an RMS norm without weight."""
+    return states * states.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,10 @@ class Reference:
     def expand(self, residual: Tensor) -> Tensor:
         """[t, N + 1, H] -> [t, C, H]: every candidate, in the order of `candidates`."""
         layers = residual[:, 1:]
-        parts = [residual, self.norm(layers), self.norm(self.norm(layers[:, -1:]))]
+        last = layers[:, -1:]
+        parts = [residual, self.norm(layers), self.norm(self.norm(last)), unit_length(last)]
         if self.norm.other_gain is not None:
-            parts.append(self.norm.other(layers[:, -1:]))
+            parts.append(self.norm.other(last))
         return torch.cat(parts, dim=1)
 
     def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -99,8 +108,8 @@ class Reference:
         if wanted.kind in (LAYER, EMBEDDING):
             return self.residual[:, wanted.layer + 1]
         layer = self.residual[:, wanted.layer + 1]
-        if wanted.kind == OTHER_NORM:
-            return self.norm.other(layer)
+        if wanted.kind in (OTHER_NORM, UNIT_LENGTH):
+            return self.norm.other(layer) if wanted.kind == OTHER_NORM else unit_length(layer)
         return self.norm(layer) if wanted.kind == NORMED else self.norm(self.norm(layer))
 
 
@@ -109,7 +118,8 @@ def list_candidates(target: Target, norm: FinalNorm) -> list[Candidate]:
     layers = range(target.num_layers)
     last = target.num_layers - 1
     return [Candidate(EMBEDDING, -1), *[Candidate(LAYER, k) for k in layers], *[Candidate(NORMED, k) for k in layers],
-            Candidate(NORM_TWICE, last), *([] if norm.other_gain is None else [Candidate(OTHER_NORM, last)])]
+            Candidate(NORM_TWICE, last), Candidate(UNIT_LENGTH, last),
+            *([] if norm.other_gain is None else [Candidate(OTHER_NORM, last)])]
 
 
 @contextmanager

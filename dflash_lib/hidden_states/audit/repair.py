@@ -14,7 +14,7 @@ import torch
 
 from dflash_lib.hidden_states.audit import faults
 from dflash_lib.hidden_states.audit.faults import Finding
-from dflash_lib.hidden_states.audit.reference import LAYER, NORMED, OTHER_NORM, Candidate, FinalNorm
+from dflash_lib.hidden_states.audit.reference import LAYER, NORMED, OTHER_NORM, UNIT_LENGTH, Candidate, FinalNorm
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
 from dflash_lib.hidden_states.schema import StoreError
@@ -43,7 +43,7 @@ class Repair:
         lines = [f"keeps slots {self.slots} as outputs of layers {self.layer_ids}"
                  f"{' and the last state' if self.last else ''}"]
         if self.unnorm:
-            lines.append("divides the last state by the norm's weight: norm(it) is then what was stored")
+            lines.append("divides the last state by the norm's weight, so that norm(it) is right (its length is lost)")
         if self.shift:
             lines.append(f"moves every row {self.shift} tokens back; tokens that lose their row are cut off")
         if self.drop_first_id:
@@ -77,7 +77,7 @@ def plan_repair(findings: Sequence[Finding], holds: Sequence[Candidate], has_las
     if last:
         final = holds[-1]
         unnorm = final.kind if final.kind in (NORMED, OTHER_NORM) else ""
-        last = final.layer == num_layers - 1 and final.kind in (LAYER, NORMED, OTHER_NORM)
+        last = final.layer == num_layers - 1 and final.kind in (LAYER, NORMED, OTHER_NORM, UNIT_LENGTH)
     if not layers:
         return None, "no slot holds the plain output of a layer. Extract again."
     ids = sorted(layers)

@@ -13,7 +13,7 @@ from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.target.loading import Target
 
 MIN_DUPLICATE = 4  # shorter rows may well occur twice
-GUESSES = 64  # samples whose length is read when not all are scanned, per sample to audit
+GUESSES = 16  # samples whose length is read when not all are scanned, per sample to audit
 
 
 @dataclass

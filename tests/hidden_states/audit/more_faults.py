@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dflash_lib.hidden_states.audit import faults as names
-from dflash_lib.hidden_states.audit.reference import run_row
-from dflash_lib.hidden_states.formats.source import PRE_NORM
+from dflash_lib.hidden_states.audit.reference import run_row, unit_length
+from dflash_lib.hidden_states.formats.source import POST_NORM
 from tests.hidden_states.audit.faults import Case, Planted, change, plant
-from tests.hidden_states.audit.memory import MemorySource, make_sample, states_of
+from tests.hidden_states.audit.memory import make_sample, states_of
 
 
 @plant
@@ -190,7 +190,8 @@ def missing(case: Case) -> Planted:
 @plant
 def fine_tuned(case: Case) -> Planted:
     """States of a fine-tune of the target, from slightly to clearly changed."""
-    strength = float(case.rng.choice([0.02, 0.05, 0.1, 0.3]))
+    weak, middle, strong = (0.2, 0.3, 0.4) if case.encoding.startswith("fp8") else (0.05, 0.1, 0.3)
+    strength = float(case.rng.choice([weak, middle, strong]))  # weaker ones are within what bf16 or fp8 hides
     return Planted(case.clean(target=case.make_tuned(strength)), {names.OTHER_MODEL})
 
 
@@ -198,6 +199,18 @@ def fine_tuned(case: Case) -> Planted:
 def another_model(case: Case) -> Planted:
     """A model of the same shape with other weights."""
     return Planted(case.clean(target=case.make_other()), {names.OTHER_MODEL})
+
+
+@plant
+def last_without_the_norms_weight(case: Case) -> Planted:
+    source = case.clean()
+    source.last = POST_NORM
+
+    def alter(states: Tensor, i: int) -> Tensor:
+        states[:, -1] = unit_length(states[:, -1])
+        return states
+
+    return Planted(change(case, source, range(case.num), alter), {names.OTHER_NORM}, {len(case.layer_ids)})
 
 
 @plant
@@ -238,5 +251,3 @@ def another_size(case: Case) -> Planted:
         source.samples[i] = replace(sample, states=sample.states[:, :, :-8].contiguous())
     return Planted(source, {names.WRONG_SIZE})
 
-
-__all__ = ["PRE_NORM", "MemorySource"]
