@@ -43,19 +43,25 @@ def test_it_is_named(number, plant, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3_5", "gemma3_text", "tiny_hybrid"])
 @pytest.mark.parametrize(("number", "plant"), NUMBERED, ids=[name for _, name in NUMBERED])
-def test_it_is_named_for_other_seeds(family, number, plant, request, tmp_path_factory):
-    if family == "gemma3_text":
-        if plant == "fp16_overflow":
-            pytest.skip("its norms behind the layers set the stream's scale: it cannot be made loud")
-        target = load_target(make_family(tmp_path_factory.mktemp("gemma"), family), audit="quick")
-    elif family == "tiny_hybrid":
+def test_it_is_named_on_the_other_target(number, plant, request):
+    target = request.getfixturevalue(TARGETS[(number + 1) % 2])
+    outcome = run_plant(target, plant, seed=1, encoding=encoding_of(plant, number + 1))
+    assert outcome.wrong == "", outcome.audit.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "plant"), NUMBERED, ids=[name for _, name in NUMBERED])
+def test_it_is_named_on_a_trained_hybrid_or_on_gemma(number, plant, tmp_path_factory):
+    """Real structure: a hybrid that has learned language, whose layers are unlike each other; norms that scale by
+    1 + weight, an embedding that is scaled, sliding windows. Every third fault on each."""
+    if number % 3 == 0:
         target = load_target(REPOSITORY / "data" / "tiny_hybrid", audit="quick")
+    elif number % 3 == 1 and plant != "fp16_overflow":  # norms behind Gemma's layers set the stream's scale
+        target = load_target(make_family(tmp_path_factory.mktemp("gemma"), "gemma3_text"), audit="quick")
     else:
-        target = request.getfixturevalue(family)
-    seed = 1 + ["tiny_llama", "tiny_qwen3_5", "gemma3_text", "tiny_hybrid"].index(family)
-    outcome = run_plant(target, plant, seed, encoding_of(plant, number + seed))
+        pytest.skip("another target's turn")
+    outcome = run_plant(target, plant, seed=2, encoding=encoding_of(plant, number + 2))
     assert outcome.wrong == "", outcome.audit.findings
 
 
@@ -66,9 +72,9 @@ def test_faults_in_files(number, layout, tiny_llama, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", ON_DISK)
+@pytest.mark.parametrize("plant", ON_DISK[::2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_fault_in_every_layout(plant, layout, tiny_qwen3_5, tmp_path):
+def test_faults_in_every_layout(plant, layout, tiny_qwen3_5, tmp_path):
     check_on_disk(plant, layout, tiny_qwen3_5, 2, tmp_path)
 
 
