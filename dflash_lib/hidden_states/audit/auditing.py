@@ -1,6 +1,7 @@
 """The audit: recompute some samples, say what each slot of each holds, and explain what does not fit."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -36,7 +37,8 @@ from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.target.loading import Target
 
 SIMILAR = 0.9  # a stated layer that fits that well beside the best one is believed
-RECOGNISED = 0.05  # mean score (see `explain.scores`) from which a slot counts as recognised
+OWN = 0.2  # mean score from which a sample's own best match counts against that of the other samples
+RECOGNISED = 0.03  # mean score (see `explain.scores`) from which a slot counts as recognised
 
 
 def read_claims(source: StateSource, num_slots: int, target: Target, candidates: list[Candidate],
@@ -94,6 +96,7 @@ def audit_states(source: StateSource, target: Target, num_samples: int = 8, seed
         _recognise(audited, computed_in, target)
         for sample in audited.samples:
             _explain(audited, sample)
+        _padding_of_one_token(audited)
     return summarise(audited, scanned, problems, chosen, num_drawn, name)
 
 
@@ -129,7 +132,7 @@ def _recognise(audited: Audited, computed_in: str | None, target: Target) -> Non
         fit = scores(sample.direct)
         for slot, candidate in enumerate(audited.slots):
             own = int(fit[slot].argmax())
-            if fit[slot, own] >= RECOGNISED and fit[slot, candidate] < SIMILAR * fit[slot, own]:
+            if fit[slot, own] >= OWN and fit[slot, candidate] < SIMILAR * fit[slot, own]:
                 candidate = own
             sample.readings.append(read_slot(sample, slot, candidate))
 
@@ -141,7 +144,8 @@ def _best_candidates(audited: Audited) -> list[int]:
     audited.pooled = fit
     chosen = []
     for slot, claim in enumerate(audited.claims):
-        best = int(fit[slot].argmax()) if fit[slot].max() >= RECOGNISED / len(audited.samples) else None
+        least = RECOGNISED if claim is None else OWN  # a statement is not given up for a few rows
+        best = int(fit[slot].argmax()) if fit[slot].max() >= least else None
         if claim is not None and (best is None or fit[slot, claim] >= SIMILAR * fit[slot, best]):
             best = claim
         chosen.append(int(middle[slot].argmin()) if best is None else best)
@@ -180,7 +184,8 @@ def _explain(audited: Audited, sample: AuditedSample) -> None:
     before = {reading.slot: reading.bad.clone() for reading in readings}
     for reading in readings:
         for explain in (lambda r: explain_misread(sample, r, audited.level),
-                        lambda r: explain_shift(sample, r, audited.level), lambda r: explain_scale(sample, r)):
+                        lambda r: explain_shift(sample, r, audited.level),
+                        lambda r: explain_scale(sample, r, audited.slots[r.slot])):
             fault = explain(reading) if reading.bad.any() else None
             if fault is not None:
                 found.append(fault)
@@ -189,6 +194,16 @@ def _explain(audited: Audited, sample: AuditedSample) -> None:
         if reading.bad.any():
             found += explain_rows(sample, reading, audited.level, others, _unknown(audited, reading.slot))
     explain_history(audited, sample, before)
+
+
+def _padding_of_one_token(audited: Audited) -> None:
+    """A special token in front whose own state is not stored is padding of one token, unless every sample has it."""
+    some = any(not sample.faults for sample in audited.samples) or any(
+        fault.code == faults.LEFT_PADDING for sample in audited.samples for fault in sample.faults)
+    for sample in audited.samples if some else []:
+        sample.faults = [
+            replace(fault, code=faults.LEFT_PADDING, key=(faults.LEFT_PADDING,))
+            if fault.code == faults.BOS and fault.evidence["offset"] == -1 else fault for fault in sample.faults]
 
 
 def _unknown(audited: Audited, slot: int) -> bool:

@@ -84,7 +84,12 @@ def read_slot(sample: AuditedSample, slot: int, candidate: int) -> SlotReading:
     which rounding never does (of H directions it knows no special one).
     """
     direct = sample.direct
-    distance, limit = direct.distance[:, slot, candidate], direct.limit[:, slot, candidate]
+    truth = sample.reference.of(candidate)[:sample.num_rows]
+    stored = sample.states[:sample.num_rows, slot].to(truth.device)
+    exact = (stored - truth).norm(dim=-1)  # products cancel where states are nearly equal
+    exact = torch.where(exact == 0, exact, exact / truth.norm(dim=-1)).nan_to_num(nan=torch.inf)
+    direct.distance[:, slot, candidate] = exact
+    distance, limit = exact, direct.limit[:, slot, candidate]
     fits = distance <= limit
     inner = distance[1:] if len(distance) > 1 else distance
     middle, direction = float(inner.median()), float(direct.direction[-len(inner):, slot, candidate].median())
@@ -195,14 +200,15 @@ def explain_shift(sample: AuditedSample, reading: SlotReading, level: str) -> Sa
                   median=middle)
 
 
-def explain_scale(sample: AuditedSample, reading: SlotReading) -> SampleFault | None:
-    """The right directions with wrong lengths: one factor for all rows, or another one for each."""
+def explain_scale(sample: AuditedSample, reading: SlotReading, usual: int) -> SampleFault | None:
+    """The right directions with wrong lengths: one factor for all rows, or another one for each. usual: what the slot
+    holds in most samples, which is preferred: a norm may leave the direction alone."""
     if reading.num_bad == 0:
         return None
     direct, slot = sample.direct, reading.slot
     close = (direct.direction[:, slot] <= direct.limit[:, slot]) & reading.bad[:, None]  # [n, C]
     count = close.sum(0)
-    best = reading.candidate
+    best = usual if count[usual] >= MOST * reading.num_bad else reading.candidate
     if count[best] < MOST * reading.num_bad:
         middle = direct.direction[:, slot].median(0).values
         best = int(torch.where(count >= MOST * reading.num_bad, middle, torch.inf).argmin())
@@ -211,17 +217,18 @@ def explain_scale(sample: AuditedSample, reading: SlotReading) -> SampleFault | 
     rows, ratio = close[:, best], direct.ratio[:, slot, best]
     if direct.direction[rows, slot, best].median() > 0.7 * direct.distance[rows, slot, best].median():
         return None  # the length is not what is wrong
-    if reading.num_bad >= MOST * sample.num_rows:
+    if best == usual or reading.num_bad >= MOST * sample.num_rows:
         reading.candidate = best
     ratio = ratio[rows & (torch.arange(len(rows), device=rows.device) > 0)] if rows.sum() > 1 else ratio[rows]
     middle, spread = float(ratio.median()), float(ratio.std(correction=0) / ratio.mean())
     largest = sample.stored.states[:sample.num_rows, slot].float().abs().amax(-1)[rows.cpu()]
     name, where = sample.reference.candidates[best].name, rows_text(rows.cpu().numpy())
-    if spread <= 2 * float(direct.middle[slot, best]) and len(ratio) > 1:
+    if spread <= min(0.1, 2 * float(direct.middle[slot, best])) and len(ratio) > 1:
         return _fault(sample, reading, faults.SCALED, reading.bad, f"{name} times {middle:.4g} ({where}; the factor "
                       f"varies by {100 * spread:.2g} %)", (round(float(np.log2(max(middle, 1e-30)))),), factor=middle)
     info = torch.finfo(torch.float8_e4m3fn)
-    full = float(((largest > info.max / 2) & (largest <= info.max)).float().mean()) >= MOST
+    full = sample.stored.scales is None and float(
+        ((largest > info.max / 2) & (largest <= info.max)).float().mean()) >= MOST
     why = (", and every row reaches up to 448, fp8's largest number: fp8 without its scales" if full else
            ", each row by a factor of its own: scales lost, or applied to other rows, or a norm without weight")
     return _fault(sample, reading, faults.ROW_SCALES, reading.bad,

@@ -123,10 +123,11 @@ class _Trial:
             if not rows.any():
                 return 0.0, float("inf"), 1.0, []
             medians = found.distance[rows, k].median(dim=0).values
-            candidate = int(medians.argmin())
-            if medians[reading.candidate] <= 1.05 * medians[candidate]:
-                candidate = reading.candidate
-            shares.append(float(found.fits[rows, k, candidate].float().mean()))
+            fitting = found.fits[rows, k].float().mean(0)
+            candidate = self.audited.slots[reading.slot]  # what other samples hold, unless only something else fits
+            if fitting[candidate] < MOST and fitting.max() >= MOST:
+                candidate = int(torch.where(fitting >= MOST, medians, torch.inf).argmin())
+            shares.append(float(fitting[candidate]))
             middles.append(float(medians[candidate]))
             gains.append(middles[-1] / max(self.direct[k], 1e-9))
             chosen.append(candidate)
@@ -173,9 +174,10 @@ class _Trial:
         return False
 
     def _may_be_padded(self) -> bool:
-        """Padding touches every layer of the stack, so every slot but the embedding."""
-        embedding = sum(r.candidate == 0 for r in self.sample.readings)
-        return len(self.readings) >= len(self.sample.readings) - embedding
+        """Padding is seen most in the last layers, and there in the first rows."""
+        layers = [self.sample.reference.candidates[r.candidate].layer for r in self.sample.readings]
+        deepest = layers.index(max(layers))
+        return any(r.slot == deepest and bool(r.bad[:3].any()) for r in self.readings)
 
     def _refine(self, amounts: list[int]) -> bool:
         """Amounts between those that were tried, around the best."""
@@ -218,7 +220,7 @@ class _Trial:
             if reading.num_bad >= MOST * self.sample.num_rows:
                 reading.candidate = candidate
             reading.bad = torch.zeros_like(reading.bad)
-            reading.explained = reading.explained or best.code
+            reading.explained = reading.explained or (faults.UNRECOGNISED if nearly else best.code)
 
     def accept_nearly(self) -> bool:
         """Padding or packing of another amount than could be tried still brings the states much nearer."""
@@ -241,7 +243,8 @@ def conclude(audited: Audited, sample: AuditedSample, bad: list[SlotReading]) ->
     many = sum(r.num_bad >= 0.5 * sample.num_rows for r in bad) > len(bad) / 2
     together = len(bad) == len(rest) and len(bad) > len(sample.readings) / 2
     begins = max(first) if max(first) == min(first) else -1
-    jumps = [float(r.distance[f]) > RELATED * u for r, f, u in zip(bad, first, unrelated, strict=True)]
+    least = RELATED if begins < 3 else RELATED / 2  # a fine-tune does not spare the first rows of every slot
+    jumps = [float(r.distance[f]) > least * u for r, f, u in zip(bad, first, unrelated, strict=True)]
     names = "; ".join(f"slot {r.slot}: {m:.2g} from {sample.reference.candidates[r.candidate].name} (unrelated tokens "
                       f"{u:.2g})" for r, m, u in zip(bad, middle, unrelated, strict=True))
     number = max(r.num_bad for r in bad)

@@ -15,6 +15,7 @@ from dflash_lib.hidden_states.formats.source import SourceSample
 
 WORST_TOKEN = 4.0  # vLLM's worst token is at 2.4 times the noise: see reference.perturbed
 MEDIAN_TOKEN = 2.0  # and its median token at 1.0
+LARGEST_LIMIT = 0.5  # unrelated states are 0.7 to 1.4 apart: rows that rounding moves further than this tell nothing
 ARITHMETIC = 1e-3  # distances come from scalar products in float32, which see no less than sqrt(2**-23), twice
 
 
@@ -53,7 +54,7 @@ class Comparison:
     @cached_property
     def limit(self) -> Tensor:
         """[n, K, C]: how far a row of the right states may be."""
-        return self.stored + WORST_TOKEN * self.noise[:, None] + ARITHMETIC
+        return (self.stored + WORST_TOKEN * self.noise[:, None] + ARITHMETIC).clamp(max=LARGEST_LIMIT)
 
     @cached_property
     def middle(self) -> Tensor:

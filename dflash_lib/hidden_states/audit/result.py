@@ -117,7 +117,7 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
     layers = np.zeros((0, 0))
     if audited.samples:
         columns = audited.target.num_layers + 1
-        layers = np.median([s.direct.medians()[:, :columns].cpu().numpy() for s in audited.samples], axis=0)
+        layers = np.median([s.direct.medians()[:, :columns].double().cpu().numpy() for s in audited.samples], axis=0)
     return Audit(
         name=name or audited.source.format, verdict=_verdict(audited, found, scanned, said), findings=found,
         slots=slots, layers=layers, coverage=said, basis=_basis(audited), level=audited.level,
@@ -178,10 +178,10 @@ def _repair(audited: Audited, code: str, same: list[SampleFault], samples: tuple
 
 def _slot_result(audited: Audited, hold: HoldsSlot, found: list[Finding]) -> SlotResult:
     claim = audited.claims[hold.slot]
-    distances = np.concatenate([s.direct.distance[1:, hold.slot, hold.candidate].cpu().numpy() if s.num_rows > 1 else
-                                s.direct.distance[:, hold.slot, hold.candidate].cpu().numpy() for s in audited.samples])
+    columns = [s.direct.distance[:, hold.slot, hold.candidate].double().cpu().numpy() for s in audited.samples]
+    distances = np.concatenate([column[1:] if len(column) > 1 else column for column in columns])
     fits = [s.direct.fits[:, hold.slot, hold.candidate] for s in audited.samples]
-    medians = np.median([s.direct.medians()[hold.slot].cpu().numpy() for s in audited.samples], axis=0)
+    medians = np.median([s.direct.medians()[hold.slot].double().cpu().numpy() for s in audited.samples], axis=0)
     layers = [i for i, c in enumerate(audited.candidates) if c.kind == LAYER and i != hold.candidate]
     following = min(layers, key=lambda i: medians[i]) if layers else hold.candidate
     finite = distances[np.isfinite(distances)]
