@@ -85,6 +85,7 @@ def convert(source: Samples, destination: Path | str, options: ConvertOptions, s
     difference found at the end; TargetError for a target that cannot be read.
     """
     destination = Path(destination)
+    _check_whole(source)
     encoding = options.encoding or _default_encoding(source, options.to)
     notes = _check_source(source, options, encoding)
     settings = {**asdict(options), "encoding": encoding, "source": source.identity(),
@@ -135,13 +136,16 @@ def _default_encoding(source: Samples, to: str) -> str:
     return stored if stored in known else "bf16"
 
 
-def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> list[str]:
-    """What will be lost or changed, as lines. Raises StoreError for a source that cannot be converted."""
+def _check_whole(source: Samples) -> None:
     for names, what in ((source.missing, "have no file, though they ought to be there"),
                         (source.extra, "belong to no row of the data set")):
         if names:
             raise StoreError(f"{source.path}: {len(names)} samples {what}: {', '.join(names[:3])}"
                              f"{', ...' if len(names) > 3 else ''}. Extract them again, or put the folder in order.")
+
+
+def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> list[str]:
+    """What will be lost or changed, as lines. Raises StoreError for a last state that the destination cannot have."""
     notes = []
     if options.to == "speculators" and options.with_states and source.last != PRE_NORM:
         why = "its last state is behind the norm, which cannot be undone" if source.last else "it holds no last state"

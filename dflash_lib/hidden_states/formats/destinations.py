@@ -36,9 +36,9 @@ from dflash_lib.target.capture import CapturedSample
 def read_checked(source: Samples, i: int) -> SourceSample:
     """Sample `i`, as a trainer could use it. Raises StoreError when its parts do not fit each other."""
     sample = source.read(i)
-    check_tokens(sample.name, sample.input_ids, sample.loss_mask)
     if sample.note:
         raise StoreError(f"{source.path}, {sample.name}: {sample.note}")
+    check_tokens(sample.name, sample.input_ids, sample.loss_mask)
     if len(sample.states) != len(sample.input_ids):
         raise StoreError(f"{source.path}, {sample.name}: {len(sample.states)} rows of states for "
                          f"{len(sample.input_ids)} tokens")
@@ -143,7 +143,7 @@ class SpeculatorsDestination:
         ids = source.target_layer_ids
         self.layer_ids = None if ids is None or num_hidden_layers is None else [*speculators_layer_ids(ids),
                                                                                 num_hidden_layers]
-        self.units = list(range(len(source)))
+        self.units = source.order()
 
     def size(self, _i: int) -> int:
         """Samples of a unit."""
@@ -183,7 +183,7 @@ class SpeculatorsDestination:
         """Writes the Arrow data set."""
 
         def rows():
-            for i in self.units:
+            for i in range(len(self.source)):
                 ids, mask = self.source.read_tokens(i)
                 check_tokens(self.source.names[i], ids, mask)
                 yield ids, mask

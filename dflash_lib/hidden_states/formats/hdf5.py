@@ -40,5 +40,10 @@ class StoreSource(Samples):
         ids, mask = self.store.read_tokens(self.indices[i])
         return ids.astype(np.int64), mask
 
+    def order(self) -> list[int]:
+        """As they lie in the shards: neighbours share a chunk."""
+        row = {index: i for i, index in enumerate(self.indices)}
+        return [row[index] for content in self.store.shards.values() for index in content.sample_index.tolist()]
+
     def identity(self) -> dict[str, Any]:
         return {"format": self.format, "encoding": self.encoding, "plan": self.plan.hash}
