@@ -219,7 +219,12 @@ def explain_scale(sample: AuditedSample, reading: SlotReading, usual: int) -> Sa
         return None  # the length is not what is wrong
     if best == usual or reading.num_bad >= MOST * sample.num_rows:
         reading.candidate = best
-    ratio = ratio[rows & (torch.arange(len(rows), device=rows.device) > 0)] if rows.sum() > 1 else ratio[rows]
+    inner = torch.arange(len(rows), device=rows.device) > 0
+    whole = ratio[inner & (direct.direction[:, slot, best] <= direct.limit[:, slot, best])]
+    if len(whole) > 1 and float(whole.std(correction=0)) < min(0.1, 0.5 * abs(float(whole.median()) - 1)):
+        ratio = whole  # rows within their limit have the same factor
+    else:
+        ratio = ratio[rows & inner] if rows.sum() > 1 else ratio[rows]
     middle, spread = float(ratio.median()), float(ratio.std(correction=0) / ratio.mean())
     largest = sample.stored.states[:sample.num_rows, slot].float().abs().amax(-1)[rows.cpu()]
     name, where = sample.reference.candidates[best].name, rows_text(rows.cpu().numpy())
