@@ -54,7 +54,10 @@ def explain_history(audited: Audited, sample: AuditedSample, before: Mapping[int
     bad = [reading for reading in bad if reading.bad.any()]
     if bad and not trial.accept_nearly():
         audited.searched += deep
-        sample.faults += conclude(audited, sample, bad)
+        concluded = conclude(audited, sample, bad)
+        if any(fault.code == faults.IDS_DIFFER for fault in concluded):  # early layers hardly see what is in front
+            sample.faults = [fault for fault in sample.faults if fault.code != faults.TOKENS_SHIFTED]
+        sample.faults += concluded
 
 
 def _ids_instead_of_shift(audited: Audited, sample: AuditedSample, shifted: list[SampleFault],
