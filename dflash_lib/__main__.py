@@ -128,6 +128,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_states(convert)
     convert.set_defaults(function=_convert)
 
+    audit = commands.add_parser("audit", help="are these hidden states, of any tool, what they are said to be?")
+    audit.add_argument("states", type=Path, help="folder of hidden states, such as runs/demo/states")
+    audit.add_argument("--target", required=True, metavar="MODEL", help="folder or hub id of the model they are of")
+    audit.add_argument("--samples", type=int, default=12, help="recomputed with the target (default: %(default)s)")
+    audit.add_argument("--seed", type=int, default=0, help="of their random choice (default: %(default)s)")
+    audit.add_argument("--scan", choices=("all", "audited"), default="all",
+                       help="whose values are looked at without the target (default: %(default)s)")
+    audit.add_argument("--computed-in", choices=("float32", "bfloat16"),
+                       help="that the states were computed in (default: found out)")
+    audit.add_argument("--json", type=Path, metavar="FILE", help="write all that was found, as JSON")
+    audit.add_argument("--figure", type=Path, metavar="FILE", help="draw each slot against every layer (PNG)")
+    audit.add_argument("--repair", type=Path, metavar="NEW", help="write a store of repaired states, where they can be")
+    audit.add_argument("--dtype", default="float32", help="of the target here (default: %(default)s)")
+    audit.add_argument("--device", default="cpu", help="default: %(default)s")
+    _add_states(audit)
+    audit.set_defaults(function=_audit)
+
     fetch = commands.add_parser("fetch-demo-model", help="fetch SmolLM2-135M-Instruct into data/models, once")
     fetch.set_defaults(function=_fetch_demo_model)
     return parser
@@ -371,6 +388,19 @@ def _convert(options: argparse.Namespace) -> int:
     print(f"{options.destination}: {to}, {done.num_samples} samples, the same as the source's (verified); "
           f"{done.num_written} {'shards' if to == 'store' else 'files'} written now")
     return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from dflash_lib.files import write_json
+    from dflash_lib.hidden_states.audit.command import run_audit
+    from dflash_lib.report.figures_audit import audit_figure
+
+    audit = run_audit(options)
+    if options.json is not None:
+        write_json(options.json, to_json(audit.to_dict()))
+    if options.figure is not None:
+        audit_figure(audit).savefig(options.figure)
+    return 0 if audit.ok else 1
 
 
 def _fetch_demo_model(_options: argparse.Namespace) -> int:
