@@ -28,9 +28,10 @@ RUN_DIR = "run_dir"  # declared by every notebook, set by the pipeline, never in
 BOUNDS = {
     **{name: (">=", 1) for name in (
         "max_samples", "num_aux_layers", "token_budget", "samples_per_shard", "num_workers", "threads",
-        "num_trial_samples", "num_statistics_samples", "num_recomputed_samples", "num_audit_samples", "num_drafter_layers",
-        "drafter_intermediate_size", "draft_vocab_size", "steps", "batch_samples", "anchors_per_sample",
-        "slots_per_anchor", "validation_samples", "validation_interval", "gpus", "epochs", "eval_prompts")},
+        "num_trial_samples", "num_statistics_samples", "num_recomputed_samples", "num_audit_samples",
+        "num_drafter_layers", "drafter_intermediate_size", "draft_vocab_size", "steps", "batch_samples",
+        "anchors_per_sample", "slots_per_anchor", "validation_samples", "validation_interval", "gpus", "epochs",
+        "eval_prompts")},
     **{name: (">=", 2) for name in ("max_length", "block_size", "eval_max_new_tokens")},
     **{name: (">=", 0) for name in ("warmup_steps", "seed", "mask_token_id", "kl_weight", "average", "load_s")},
     **{name: (">", 0) for name in ("learning_rate", "gamma", "extract_tokens_s", "train_tokens_s", "decode_tokens_s",
