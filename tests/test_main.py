@@ -5,6 +5,7 @@ import h5py
 import pytest
 
 from dflash_lib import __main__ as command
+from dflash_lib import commands
 from dflash_lib.files import read_json
 from dflash_lib.workbench.pipeline import PipelineResult, Stage
 from dflash_lib.workbench.runs import REPOSITORY, open_run, write_params
@@ -19,8 +20,8 @@ def job(tmp_path, monkeypatch):
     write_notebook(tmp_path / "notebooks", "01_a", "y: int = 1\n", opening("01_a", "y"), "run.check('small', y, 5)",
                    finishing("{'y': y}"))
     write_job(tmp_path)
-    options = command.PipelineOptions
-    monkeypatch.setattr(command, "PipelineOptions", lambda **k: options(**k, notebooks_dir=tmp_path / "notebooks"))
+    options = commands.PipelineOptions
+    monkeypatch.setattr(commands, "PipelineOptions", lambda **k: options(**k, notebooks_dir=tmp_path / "notebooks"))
     return tmp_path
 
 
@@ -82,7 +83,7 @@ def test_interruption_exits_130(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run_pipeline", interrupt)
+    monkeypatch.setattr(commands, "run_pipeline", interrupt)
     assert call("run", "job.yaml") == 130
     assert "the same command goes on" in capsys.readouterr().err
 
@@ -91,7 +92,7 @@ def test_summary_table_of_stages_that_did_not_run(tmp_path):
     write_params(tmp_path, {})
     run = open_run(__notebook_name__="01_a", run_dir=str(tmp_path))
     run.finish(question="q", outcome="Fine.")
-    table = command.summary_table(PipelineResult(tmp_path, [Stage("01_a", "current"), Stage("02_b", "not run")]))
+    table = commands.summary_table(PipelineResult(tmp_path, [Stage("01_a", "current"), Stage("02_b", "not run")]))
     first, second = (line.split() for line in table.splitlines()[1:])
     assert [*first[:3], *first[4:]] == ["01_a", "current", "0/0", "Fine."]  # behind the third come seconds
     assert second == ["02_b", "not", "run", "-", "0", "-"]
@@ -138,7 +139,7 @@ def test_regenerate_writes_conversations(tiny_llama_folder, tmp_path, capsys):
     assert meta["thinking"] == "off" and meta["template_kwargs"] == {"date": "1 May"}
     for wrong, message in ((["--thinking", "yes"], "invalid choice: 'yes'"), (["--template-kwargs", "{"], "not valid"),
                            (["--template-kwargs", "[]"], "no JSON object, such as"),
-                           (["--batch-size", "0"], "batch_size: at least 1"),
+                           (["--batch-size", "0"], "--batch-size: '0': a whole number of at least 1"),
                            (["--template-kwargs", '{"tokenize": true}'], "tokenize cannot be set here")):
         try:
             code = call(*arguments[:2], tmp_path / "no.jsonl", *arguments[3:], *wrong)
@@ -146,3 +147,11 @@ def test_regenerate_writes_conversations(tiny_llama_folder, tmp_path, capsys):
             code = error.code
         assert code == 2 and message in capsys.readouterr().err
     assert call(*arguments) == 2, "the destination is there already"
+
+
+@pytest.mark.parametrize("arguments", [["evaluate", "--num-prompts", "-1"], ["evaluate", "--max-new-tokens", "0"],
+                                       ["prompts", "out", "--model", "m", "--num", "1.5"]])
+def test_counts_below_one_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        command.main(arguments)
+    assert refused.value.code == 2 and "a whole number of at least 1 is needed" in capsys.readouterr().err

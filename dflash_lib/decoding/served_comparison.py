@@ -171,6 +171,8 @@ def compare_texts(references: Sequence[Reference], answers: Sequence[ServedAnswe
             continue
         if target is None or theirs.token_ids is None:
             counts["num_unjudged"] += 1
+        elif not 0 <= min(theirs.token_ids) <= max(theirs.token_ids) < target.embedding.weight.shape[0]:
+            counts["num_apart"] += 1  # tokens that this target does not have
         else:
             divergence = first_divergence(target, ours.prompt_ids, ours.token_ids, theirs.token_ids)
             if divergence.near_tie:
@@ -236,7 +238,9 @@ def compare(references: Sequence[Reference], served: Served, block_size: int, te
     if texts.num_apart or (num_slots or block_size - 1) != block_size - 1 or enough and (
             are_others or any(r.beyond for r in rows)):
         verdict = "gap"
-    elif texts.num_unjudged or not enough or visible is None or visible > BLIND * length.ours.value:
+    elif texts.num_unjudged or texts.num_rounding * 2 > texts.num_prompts or not enough:
+        verdict = "inconclusive"
+    elif visible is None or visible > BLIND * length.ours.value:
         verdict = "inconclusive"
     else:
         verdict = "agree"

@@ -95,10 +95,14 @@ def verdict_text(comparison: Comparison) -> str:
     if comparison.verdict == "agree":
         return f"Serving agrees: a gap above {comparison.visible_gap:.3f} tokens a step would have shown."
     if comparison.verdict == "gap":
-        return "Serving does not agree. Likely causes, the likeliest first:"
+        return "Serving does not agree. Likely causes (their order is a rough guess):"
     if comparison.texts.num_unjudged:
         return (f"Inconclusive: {comparison.texts.num_unjudged} texts are not ours, and nothing here says whether they "
                 "may be: leave --no-target out, and let the server return token ids.")
+    if comparison.texts.num_rounding * 2 > comparison.texts.num_prompts:
+        return (f"Inconclusive: {comparison.texts.num_rounding} of {comparison.texts.num_prompts} texts part where "
+                "16-bit rounding may be the reason, once; so many want another: compare with a float32 server, or in "
+                "the server's dtype (dtype of this run).")
     if comparison.visible_gap is None:
         return "Inconclusive: the server gave nothing from which acceptance could be read."
     return (f"Inconclusive: {comparison.num_counted or comparison.num_prompts} prompts, and a gap of "

@@ -214,6 +214,7 @@ def test_texts_are_judged_by_the_targets_own_logits(tiny_talker, monkeypatch):
     monkeypatch.setattr("dflash_lib.decoding.agreement.NEAR_TIE", gap * 1.01)
     assert judged(changed) == TextAgreement(1, 0, num_near_ties=1)
     assert judged(changed, target=None) == TextAgreement(1, 0, num_unjudged=1, positions=(4,))
+    assert judged([*answer[:4], 10**6]).num_apart == 1  # a token that the target does not have
     assert judged(answer[:-1]).num_apart == 1  # cut short, which no rounding explains
     text = tiny_talker.tokenizer.decode(answer, skip_special_tokens=True)
     assert judged(None, text=text) == TextAgreement(1, 1)
@@ -265,7 +266,7 @@ def test_the_command(tmp_path, capsys):
     assert "8 prompts" in (said := capsys.readouterr().out) and "1. layer ids" in said
     assert len((tmp_path / "served" / "answers.jsonl").read_text().splitlines()) == 8
     assert main(["evaluate", "--drafter", str(tmp_path / "nowhere"), "--server", "localhost:1"]) == 2
-    for more in (["--model", "x"], ["--out", "x"], ["--drafter", "x"]):
+    for more in (["--model", "x"], ["--out", "x"], ["--drafter", "x"], ["--dtype", "bfloat16"], ["--thinking", "on"]):
         assert main([*command, "localhost:1", *more]) == 2
     assert main(["evaluate", "--drafter", str(tmp_path)]) == 2
     assert "no results of 07_evaluate" in capsys.readouterr().err
@@ -279,3 +280,12 @@ def test_answers_that_the_server_cuts_are_said():
     parted = TextAgreement(24, 23, num_apart=1, positions=(3,))
     found = compare(references(accepted), replace(result, answers=short), BLOCK_SIZE, parted)
     assert [w for w in found.warnings if w.startswith("cut: the server ended 1 answers")]
+
+
+def test_rounding_excuses_some_texts_and_not_most():
+    accepted = make()
+    for num_rounding, verdict in ((12, "agree"), (13, "inconclusive")):
+        texts = TextAgreement(24, 24 - num_rounding, num_rounding=num_rounding, positions=(3,) * num_rounding)
+        result = compare(references(accepted), served(accepted), BLOCK_SIZE, texts)
+        assert result.verdict == verdict
+    assert "13 of 24 texts part where 16-bit rounding may be the reason" in served_table(result)

@@ -1,0 +1,241 @@
+"""What each command does, from its parsed options to its exit code; `__main__` has the options.
+
+Commands import what they need when called: `--help` and a misspelled parameter need not wait for torch.
+"""
+
+import argparse
+import os
+import sys
+
+from dflash_lib.workbench.pipeline import PipelineOptions, PipelineResult, run_pipeline
+from dflash_lib.workbench.runs import REPOSITORY, input_path, load_record, to_json
+
+
+def run_command(options: argparse.Namespace) -> int:
+    from dflash_lib.report.pages import build_report
+
+    if options.plan:
+        from dflash_lib.workbench.job_plan import plan_job
+
+        plan = plan_job(options.params, options.runs_dir, options.run_id, start=options.start, stop=options.stop,
+                        only=options.only)
+        print(plan.text())
+        return 1 if plan.obstacles else 0
+    result = run_pipeline(PipelineOptions(
+        params_file=options.params, run_id=options.run_id, start=options.start, stop=options.stop, only=options.only,
+        force=options.force, runs_dir=options.runs_dir))
+    page = build_report(result.folder)
+    print(f"\n{summary_table(result)}\n\nreport: {page}")
+    if result.error:
+        print(f"\n{result.error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def summary_table(result: PipelineResult) -> str:
+    """One line a notebook: state, checks, seconds, outcome."""
+    lines = [f"{'notebook':<18} {'state':<8} {'checks':>7} {'seconds':>8}  outcome"]
+    for stage in result.stages:
+        record = load_record(result.folder, stage.notebook)
+        checks = record["checks"] if record else []
+        passed = f"{sum(c['passed'] for c in checks)}/{len(checks)}" if record else "-"
+        seconds = f"{stage.seconds or (record['seconds'] if record else 0):.0f}"
+        earlier = "earlier: " if record and stage.state == "not run" else ""
+        lines.append(f"{stage.notebook:<18} {stage.state:<8} {passed:>7} {seconds:>8}  "
+                     f"{earlier}{record['outcome'] if record else '-'}")
+    return "\n".join(lines)
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    import torch
+
+    from dflash_lib.workbench.doctor import examine, exit_code
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lines = examine(options.data, options.model, options.dtype, device)
+    print("\n".join(map(str, lines)))
+    return exit_code(lines)
+
+
+def trial_command(options: argparse.Namespace) -> int:
+    from dflash_lib.workbench.trial import run_trial
+
+    trial = run_trial(options.params, options.runs_dir)
+    print("\nThe job runs here." if trial.passed else f"\nThe job does not run here yet; see {trial.folder}.")
+    return 0 if trial.passed else 1
+
+
+def report_command(options: argparse.Namespace) -> int:
+    from dflash_lib.report.pages import build_report
+
+    print(build_report(options.run))
+    return 0
+
+
+def evaluate_served_command(options: argparse.Namespace) -> int:
+    """`evaluate --server`: prompts, answers and files are those of the one run."""
+    from dflash_lib.decoding.served_comparison import Reference, evaluate_served, walk_references
+    from dflash_lib.decoding.server import ServerOptions
+    from dflash_lib.files import write_json
+    from dflash_lib.progress import Progress
+    from dflash_lib.report.figures_serving import served_figure, served_table
+    from dflash_lib.target.loading import load_target
+
+    unused = {"model": None, "out": None, "prompts": [], "max_new_tokens": 64, "dtype": "float32", "device": "cpu",
+              "threads": None, "thinking": "default", "template_kwargs": {}}  # they are those of the run
+    given = [name.replace("_", "-") for name, default in unused.items() if getattr(options, name) != default]
+    if len(options.drafters) != 1 or given:
+        raise ValueError("--server compares with one run's 07_evaluate: give one --drafter RUN, and no "
+                         + " or ".join(f"--{name}" for name in given or ["drafter more"]))
+    run, = options.drafters
+    record = load_record(run, "07_evaluate")
+    if record is None:
+        raise ValueError(f"{run}: no results of 07_evaluate; run it first")
+    results, parameters = record["results"], record["parameters"]
+    references = [Reference.from_record(one, results["block_size"])
+                  for one in results["decoded"][:options.num_prompts]]
+    if not references:
+        raise ValueError(f"{run}: no prompts to ask (--num-prompts {options.num_prompts})")
+    target = walked = None
+    if not options.no_target:
+        model = input_path("model", parameters["model"])
+        target = load_target(model, parameters["dtype"], parameters["device"], audit="quick")
+        walked = walk_references(target, run / "drafter" / "best", references)
+    with Progress(len(references), "served", "prompts") as progress:
+        comparison = evaluate_served(
+            options.server, references, parameters["eval_max_new_tokens"], results["block_size"],
+            run / "served" / "answers.jsonl", target=target, walked=walked, on_answer=progress.set,
+            options=ServerOptions(timeout_s=options.timeout, api_key=os.environ.get("DFLASH_SERVER_KEY")))
+    write_json(run / "served" / "comparison.json", to_json(comparison.to_dict()))
+    served_figure(comparison).savefig(run / "served" / "served.png")
+    print(served_table(comparison))
+    return 0 if comparison.verdict == "agree" else 1
+
+
+def regenerate_command(options: argparse.Namespace) -> int:
+    from dflash_lib.target.loading import load_target
+    from dflash_lib.target.regenerate import RegenerateOptions, regenerate
+    from dflash_lib.target.resume import refuse_existing
+
+    settings = RegenerateOptions(
+        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, max_samples=options.max_samples,
+        thinking=options.thinking, template_kwargs=options.template_kwargs)
+    refuse_existing(options.out)  # before a large target is loaded
+    target = load_target(options.model, options.dtype, options.device)
+    meta = regenerate(target, options.source, options.out, settings)
+    print(f"{options.out}: {meta['conversations']} conversations, {meta['generated_tokens']} generated tokens")
+    return 0
+
+
+def prompts_command(options: argparse.Namespace) -> int:
+    from dflash_lib.target.loading import load_target
+    from dflash_lib.target.prompts import PromptOptions, sample_prompts
+    from dflash_lib.target.resume import refuse_existing
+
+    settings = PromptOptions(
+        num_prompts=options.num, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        batch_size=options.batch_size, seed=options.seed)
+    refuse_existing(options.out)  # before a large target is loaded
+    target = load_target(options.model, options.dtype, options.device)
+    batches = sample_prompts(target, options.out, settings)
+    print(f"{options.out}: {options.num} prompts out of {batches * options.batch_size} drawn")
+    return 0
+
+
+def evaluate_command(options: argparse.Namespace) -> int:
+    import torch
+
+    from dflash_lib.conversations.rendering import ChatTemplate, TemplateOptions
+    from dflash_lib.decoding.comparison import compare_drafters, drafter_names, open_drafters
+    from dflash_lib.decoding.eval_prompts import parse_prompt_sets, read_prompt_sets
+    from dflash_lib.report.evaluation_page import claim_folder, rendering_notes, summary, write_evaluation
+    from dflash_lib.target.loading import load_target
+
+    if options.server is not None:
+        return evaluate_served_command(options)
+    missing = [name for name in ("model", "out") if not getattr(options, name)]
+    if missing:
+        raise ValueError(f"evaluate needs {' and '.join(f'--{name}' for name in missing)}")
+    if options.max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: an answer needs at least 2, for a verify step")
+    rendering = TemplateOptions(thinking=options.thinking, template_kwargs=options.template_kwargs)
+    sets = parse_prompt_sets(options.prompts)
+    drafter_names(options.drafters)  # before a large target is loaded: are they there?
+    out = claim_folder(options.out)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    target = load_target(options.model, options.dtype, options.device)
+    prompts = read_prompt_sets(sets, ChatTemplate(target.tokenizer, rendering), options.num_prompts)
+    drafters = open_drafters(options.drafters, target)
+    comparison = compare_drafters(target, drafters, prompts, options.max_new_tokens)
+    about = {"target": str(options.model), "dtype": target.report.dtype, "device": str(target.device),
+             "threads": torch.get_num_threads(), "max_new_tokens": options.max_new_tokens,
+             "prompt_sets": {name: str(path) for name, path in sets.items()}, "num_prompts": len(prompts),
+             "thinking": options.thinking, "template_kwargs": options.template_kwargs}
+    checks = write_evaluation(out, comparison, target.tokenizer, about, rendering_notes(drafters, rendering))
+    print(f"\n{summary(comparison)}\n\npage: {out / 'index.html'}")
+    failed = [check for check in checks if not check["passed"]]
+    for check in failed:
+        print(f"{check['name']}: measured {check['value']:.6g}, must be {check['op']} {check['limit']}",
+              file=sys.stderr)
+    return 1 if failed else 0
+
+
+def describe_command(options: argparse.Namespace) -> int:
+    from dflash_lib.hidden_states.store import HiddenStateStore
+
+    with HiddenStateStore.open(options.store, allow_incomplete=True) as store:
+        print(store.describe())
+    return 0
+
+
+def verify_command(options: argparse.Namespace) -> int:
+    from dflash_lib.conversations.prepare import PreparedRows
+    from dflash_lib.hidden_states.store import HiddenStateStore
+    from dflash_lib.hidden_states.verify import verify_store
+
+    with HiddenStateStore.open(options.store) as store:
+        checks = verify_store(store, PreparedRows.load(options.prepared))
+        print(f"{options.store}: {store.num_samples} samples")
+    for check in checks:
+        print(f"ok    {check.name}" if check.ok
+              else f"FAIL  {check.name}: {check.num_faults}, first: {check.first_fault}")
+    return 0 if all(check.ok for check in checks) else 1
+
+
+def convert_command(options: argparse.Namespace) -> int:
+    from dflash_lib.hidden_states.formats import open_states
+    from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
+
+    source = open_states(options.source, options.format, target_layer_ids=options.target_layer_ids,
+                         hidden_size=options.hidden_size, dataset=options.dataset)
+    print(source.describe())
+    to = options.to or ("speculators" if source.format == "store" else "store")
+    done = convert(source, options.destination, ConvertOptions(
+        to=to, encoding=options.encoding, target=options.target, dtype=options.dtype, drop_last=options.drop_last,
+        samples_per_shard=options.samples_per_shard, with_states=not options.rows_only))
+    for note in done.notes:
+        print(f"note: {note}")
+    print(f"{options.destination}: {to}, {done.num_samples} samples, the same as the source's (verified); "
+          f"{done.num_written} {'shards' if to == 'store' else 'files'} written now")
+    return 0
+
+
+def audit_command(options: argparse.Namespace) -> int:
+    from dflash_lib.files import write_json
+    from dflash_lib.hidden_states.audit.command import run_audit
+    from dflash_lib.report.figures_audit import audit_figure
+
+    audit = run_audit(options)
+    if options.json is not None:
+        write_json(options.json, to_json(audit.to_dict()))
+    if options.figure is not None:
+        audit_figure(audit).savefig(options.figure)
+    return 0 if audit.ok else 1
+
+
+def fetch_demo_model_command(_options: argparse.Namespace) -> int:
+    from dflash_lib.target.demo_model import fetch_demo_model
+
+    print(fetch_demo_model(REPOSITORY / "data" / "models"))
+    return 0
