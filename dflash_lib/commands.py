@@ -76,6 +76,7 @@ def evaluate_served_command(options: argparse.Namespace) -> int:
     """`evaluate --server`: prompts, answers and files are those of the one run."""
     from dflash_lib.decoding.served_comparison import Reference, evaluate_served, walk_references
     from dflash_lib.decoding.server import ServerOptions
+    from dflash_lib.drafter.export import export_differences
     from dflash_lib.files import write_json
     from dflash_lib.progress import Progress
     from dflash_lib.report.figures_serving import served_figure, served_table
@@ -101,6 +102,11 @@ def evaluate_served_command(options: argparse.Namespace) -> int:
         model = input_path("model", parameters["model"])
         target = load_target(model, parameters["dtype"], parameters["device"], audit="quick")
         walked = walk_references(target, run / "drafter" / "best", references)
+        export = run / "drafter" / "export" / "zlab"
+        wrong = export_differences(run / "drafter" / "best", target, export) if export.is_dir() else []
+        if wrong:
+            raise ValueError(f"{export}: not an export of {run / 'drafter' / 'best'}, so a server that loaded it has "
+                             f"another drafter: {'; '.join(wrong[:5])}. Run 07_evaluate again")
     with Progress(len(references), "served", "prompts") as progress:
         comparison = evaluate_served(
             options.server, references, parameters["eval_max_new_tokens"], results["block_size"],

@@ -84,9 +84,9 @@ def load_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None
     for path in reversed(list_checkpoints(folder)):
         try:
             meta = read_json(path / "state.json")
-            if not isinstance(meta, dict) or not {"step", "best", "seconds", "store"} <= meta.keys():
+            if not isinstance(meta, dict) or not {"step", "sha256"} <= meta.keys():
                 raise ValueError("state.json is not a checkpoint's")
-            if hash_file(path / "state.safetensors") != meta.get("sha256"):
+            if hash_file(path / "state.safetensors") != meta["sha256"]:
                 raise ValueError("state.safetensors is not what was written")
         except (OSError, ValueError) as error:
             print(f"{path}: damaged checkpoint, passed over ({error})", flush=True)

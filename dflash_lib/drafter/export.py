@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, check_fits_target, load_drafter
@@ -67,6 +68,24 @@ def export_zlab(drafter_folder: Path | str, target: Target, out: Path | str, dty
     config = zlab_config(drafter, dtype)
     _write(out, config, _tensors(drafter, target, dtype), drafter)
     return config
+
+
+def export_differences(drafter_folder: Path | str, target: Target, exported: Path | str) -> list[str]:
+    """What in an export (z-lab's format) is not what `export_zlab` writes for the drafter: fields of config.json and
+    tensors, by name; [] when nothing is. An engine that accepts few drafts may have loaded such a one."""
+    drafter, exported = load_drafter(drafter_folder), Path(exported)
+    try:
+        found = read_json(exported / "config.json")
+        tensors = load_file(exported / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        return [f"it cannot be read ({error})"]
+    if not isinstance(found, dict) or found.get("dtype") not in ("bfloat16", "float32"):
+        return ["config.json is not what export_zlab writes"]
+    config, own = zlab_config(drafter, found["dtype"]), _tensors(drafter, target, found["dtype"])
+    wrong = [f"config.json: {key} {found.get(key)!r}, not {config.get(key)!r}" for key in {**config, **found}
+             if found.get(key) != config.get(key)]
+    return wrong + [f"model.safetensors: {name}" for name in {**own, **tensors} if name not in own
+                    or name not in tensors or not torch.equal(own[name], tensors[name])]
 
 
 def speculators_config(drafter: TrainedDrafter, dtype: str, verifier: str,

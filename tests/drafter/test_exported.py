@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, export_speculators, export_zlab
+from dflash_lib.drafter.export import export_differences
 from dflash_lib.drafter.exported import find_drafter, load_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
 from tests.decoding.test_training_walk import make_drafter
@@ -120,3 +121,22 @@ def test_a_drafter_of_another_target_is_refused(tiny_llama, tiny_qwen3_5, saved)
         object.__setattr__(network.config, key, value)
         with pytest.raises(DrafterError, match=f"one of another target: {key} {value}, the target's is"):
             DrafterProposer(TrainedDrafter(network, None, {}), tiny_llama)
+
+
+def test_what_is_wrong_with_an_export_is_named(tiny_llama, saved, tmp_path):
+    best = saved / "run" / "drafter" / "best"
+    assert export_differences(best, tiny_llama, saved / "zlab") == []
+    export_zlab(best, tiny_llama, tmp_path / "bf16")
+    assert export_differences(best, tiny_llama, tmp_path / "bf16") == []
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"][0] += 1
+    config["more"] = 1
+    (tmp_path / "bf16" / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"] * 0
+    del tensors["norm.weight"]
+    save_file(tensors, tmp_path / "bf16" / "model.safetensors")
+    found = export_differences(best, tiny_llama, tmp_path / "bf16")
+    assert [text.split()[1] for text in found] == ["dflash_config", "more", "norm.weight", "d2t"]
+    (tmp_path / "bf16" / "model.safetensors").write_bytes(b"")
+    assert "cannot be read" in export_differences(best, tiny_llama, tmp_path / "bf16")[0]
