@@ -42,6 +42,13 @@ def read_checked(source: Samples, i: int) -> SourceSample:
     if len(sample.states) != len(sample.input_ids):
         raise StoreError(f"{source.path}, {sample.name}: {len(sample.states)} rows of states for "
                          f"{len(sample.input_ids)} tokens")
+    first = source.dtype
+    if sample.states.dtype != first:  # what is said of the whole (rounded or not) would not be true of this one
+        raise StoreError(f"{source.path}, {sample.name}: stored as {sample.states.dtype}, the first one as {first}; "
+                         "write its file anew, or take it out")
+    if sample.states.dtype.itemsize == 1 and sample.scales is None:
+        raise StoreError(f"{source.path}, {sample.name}: 8-bit states without their scales, wrong by these factors; "
+                         "extract it again")
     num_slots = len(source.target_layer_ids or ()) + (source.last is not None)
     if source.target_layer_ids is not None and sample.states.shape[1] != num_slots:
         raise StoreError(f"{source.path}, {sample.name}: {sample.states.shape[1]} slots, but layers "

@@ -1,6 +1,7 @@
 """What the readers of all layouts share: checks of what a file holds, and walking through the samples."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class Samples:
             except StoreError as error:
                 first = first or error
         raise first or StoreError(f"{self.path}: holds no samples")
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What the first samples' states are stored as."""
+        return self.probe().states.dtype
 
     def identity(self) -> dict[str, Any]:
         """What tells this source from another one, as JSON: a conversion goes on only with the same."""

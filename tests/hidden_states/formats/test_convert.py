@@ -353,7 +353,7 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert f"{store}: store, bf16+zstd, 10 samples, outputs of layers [1, 3, 4], last state pre-norm" in printed
         assert "note: fp8 keeps 3 mantissa bits" in printed
-        assert "10 samples, the same as the source's (verified); 10 files written now" in printed
+        assert "10 samples, the source's, rounded to fp8 (verified); 10 files written now" in printed
 
     def test_other_tools_options(self, samples, tmp_path, tiny_llama_folder, capsys):
         write_specforge(tmp_path / "sf", samples[:3], with_last=True)
@@ -387,3 +387,14 @@ def call_with_small_files(arguments, err):
     with open(err, "w") as sys.stderr:
         code = command.main(arguments)
     os._exit(code)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.float64])
+def test_one_file_of_another_kind_is_no_part_of_a_conversion(exported, tmp_path, dtype):
+    """It would go in with values wrong by a factor, or rounded, and nothing would say so."""
+    copy = shutil.copytree(exported / "bf16", tmp_path / "copy")
+    tensors = load_file(state_file(copy, 2))
+    tensors["hidden_states"] = tensors["hidden_states"].to(dtype)
+    save_file(tensors, state_file(copy, 2), {"aux_hidden_state_layer_ids": "[2, 4, 5, 6]"})
+    with pytest.raises(StoreError, match="stored as torch.*, the first one as torch.bfloat16"):
+        to(copy, tmp_path / "store", "store")
