@@ -158,7 +158,7 @@ def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
 
 def _repair(audited: Audited, code: str, same: list[SampleFault], samples: tuple[int, ...]) -> tuple | None:
     """What `repair_states` can do about it."""
-    everywhere = len(samples) >= len(audited.samples)
+    everywhere = {sample.index for sample in audited.samples} <= set(samples)
     slots = {f.slot for f in same}
     whole = everywhere and len(slots) >= len(audited.claims)
     if code == faults.TOKENS_SHIFTED and whole and same[0].evidence["shift"] > 0:
@@ -170,7 +170,8 @@ def _repair(audited: Audited, code: str, same: list[SampleFault], samples: tuple
         return ("scale", {f.slot: f.evidence["factor"] for f in same})
     if code in (faults.DUPLICATED, faults.OTHER_SAMPLE, faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER,
                 faults.MORE, faults.UNREADABLE, faults.IDS_DIFFER, faults.PACKING, faults.LEFT_PADDING, faults.BAD_IDS,
-                faults.BAD_MASK, faults.ROWS_MOVED, faults.UNRECOGNISED, faults.TOKENS_SHIFTED) and (
+                faults.BAD_MASK, faults.ROWS_MOVED, faults.UNRECOGNISED, faults.TOKENS_SHIFTED, faults.NUM_SLOTS,
+                faults.WRONG_SIZE, faults.SCALED, faults.ROW_SCALES, faults.OTHER_MODEL) and (
             not everywhere or not audited.samples) and samples:
         return ("drop samples", list(samples))
     return None

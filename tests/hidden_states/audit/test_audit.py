@@ -66,6 +66,34 @@ def test_one_sample_that_cannot_be(tiny_llama, source, change, fault):
     assert audit_states(source, tiny_llama).faults == [fault]
 
 
+@pytest.mark.parametrize("short", [(1,), (1, 2, 3), (0,)])
+@pytest.mark.parametrize("stated", [True, False])
+def test_samples_with_fewer_slots_are_named(tiny_llama, source, short, stated):
+    for i in short:
+        source.samples[i] = replace(source.samples[i], states=source.samples[i].states[:, :3].contiguous())
+    few = set(short) if stated or len(short) == 1 else {0}  # unstated: most samples are right
+    if not stated:
+        source.target_layer_ids, source.last = None, None
+    audit = audit_states(source, tiny_llama)
+    assert audit.faults == [names.NUM_SLOTS] and audit.audited == tuple(i for i in range(4) if i not in few)
+    assert set(audit.findings[0].samples) == few and ("4 are stated" in audit.findings[0].text) == stated
+    assert set(audit.repair.drop) == few
+
+
+def test_a_sample_that_changes_between_the_scan_and_the_comparison(tiny_llama, source):
+    """A reader that gives another number of slots the second time: it is not skipped in silence."""
+    reads = []
+
+    def read(i, original=source.read):
+        reads.append(i)
+        sample = original(i)
+        return replace(sample, states=sample.states[:, :3]) if i == 2 and reads.count(2) > 1 else sample
+
+    source.read = read
+    audit = audit_states(source, tiny_llama)
+    assert audit.faults == [names.NUM_SLOTS] and audit.findings[0].samples == (2,)
+
+
 def test_a_sample_that_cannot_be_read(tiny_llama, source):
     def read(i, original=source.read):
         if i == 1:
