@@ -45,6 +45,10 @@ def advice(audit: Audit, command: Sequence[str] = ()) -> list[str]:
         lines += ["Only recomputing every sample tells which ones are wrong:",
                   f"    {shlex.join([*words, '--samples', str(audit.num_samples)])}"]
     if audit.repair is not None:
+        unseen = audit.num_samples - len(audit.audited) - len(set(audit.repair.drop) - set(audit.audited))
+        kept = len(set(audit.audited) - set(audit.repair.drop))
+        lines.append(f"The repair was tried on the {kept} recomputed samples that it keeps: they are right afterwards."
+                     + (f" That the {unseen} others are like them is assumed: audit the result." if unseen > 0 else ""))
         lines += ["A repair is possible. It " + "; ".join(audit.repair.describe()) + ":",
                   f"    {shlex.join([*words, '--samples', str(max(1, len(audit.audited))), '--repair', 'NEW_FOLDER'])}"]
     else:
@@ -96,8 +100,9 @@ def run_audit(options) -> Audit:
             raise StoreError(f"{options.states}: {why}")
         done = convert(RepairedSource(source, audit.repair, target), options.repair,
                        ConvertOptions(to="store", target=str(options.target), dtype=options.dtype))
-        print(f"{options.repair}: {done.num_samples} samples repaired. Audit them: "
-              f"{shlex.join(['python', '-m', 'dflash_lib', 'audit', str(options.repair), '--target', options.target])}")
+        again = ["python", "-m", "dflash_lib", "audit", str(options.repair), "--target", str(options.target)]
+        print(f"{options.repair}: {done.num_samples} samples repaired. Audit them, all of them for certainty: "
+              f"{shlex.join([*again, '--samples', str(done.num_samples)])}")
     return audit
 
 

@@ -49,7 +49,8 @@ class AuditedSample:
 @dataclass
 class SlotReading:
     """What one slot of one sample holds. candidate: index of the best match; distance: float32 [n], limit: [n], fits:
-    bool [n] under it; bad: rows that are still to be explained; unclear: the median alone is too large."""
+    bool [n] under it; bad: rows that are still to be explained; unclear: the median alone is too large; remarks: bool
+    [n], rows beyond the limit that are no fault."""
 
     slot: int
     candidate: int
@@ -59,6 +60,10 @@ class SlotReading:
     bad: Tensor
     unclear: bool = False
     explained: str = ""
+    remarks: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.remarks = torch.zeros_like(self.bad)
 
     @property
     def num_bad(self) -> int:

@@ -11,9 +11,11 @@ from dflash_lib.hidden_states.audit.faults import Finding, SampleFault
 from dflash_lib.hidden_states.audit.layers import HoldsSlot, layer_findings, slot_holds
 from dflash_lib.hidden_states.audit.reference import LAYER, ROUNDING
 from dflash_lib.hidden_states.audit.repair import Repair, plan_repair, to_extract_again
+from dflash_lib.hidden_states.audit.repair_check import check_repair
 from dflash_lib.hidden_states.audit.sampling import coverage
 from dflash_lib.hidden_states.audit.scan import Scan
 
+SAME_FACTOR = 1.02  # factors of one cause: a sample's own is known to less than rounding's 0.4 %
 SEEN_BY_BOTH = {faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER, faults.MORE, faults.OTHER_SAMPLE}
 
 
@@ -114,6 +116,10 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
     if found and audited.samples:
         repair, no_repair = plan_repair(found, [audited.candidates[h.candidate] for h in holds],
                                         audited.source.last is not None, audited.target.num_layers)
+        why = "" if repair is None else check_repair(audited, repair)
+        if why:
+            repair, no_repair = None, (f"what would repair a part was tried on the recomputed samples, and {why}. "
+                                       "Extract again.")
     layers = np.zeros((0, 0))
     if audited.samples:
         columns = audited.target.num_layers + 1
@@ -150,6 +156,9 @@ def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
         if slots and len(slots) > 1:
             more.append(f"in slots {', '.join(map(str, slots))}")
         text = f"{where}: {first.text}" if where else first.text
+        factors = [f.evidence["factor"] for f in same if "factor" in f.evidence]
+        if factors and max(factors) > SAME_FACTOR * min(factors):
+            more.append(f"by factors from {min(factors):.4g} to {max(factors):.4g}")
         if more:
             text += f"; {' and '.join(more)}"
         found.append(Finding(code, text, slots, samples, first.evidence, _repair(audited, code, same, samples)))
@@ -157,17 +166,22 @@ def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
 
 
 def _repair(audited: Audited, code: str, same: list[SampleFault], samples: tuple[int, ...]) -> tuple | None:
-    """What `repair_states` can do about it."""
+    """What a repair can do about it: only what hits the same slots of every audited sample alike is put right; samples
+    are left out where others are whole. `check_repair` tries it."""
     everywhere = {sample.index for sample in audited.samples} <= set(samples)
     slots = {f.slot for f in same}
-    whole = everywhere and len(slots) >= len(audited.claims)
+    uniform = everywhere and len({(f.sample, f.slot) for f in same}) == len(slots) * len(samples)
+    whole = uniform and len(slots) >= len(audited.claims)
     if code == faults.TOKENS_SHIFTED and whole and same[0].evidence["shift"] > 0:
         return ("shift", same[0].evidence["shift"])
     if code in (faults.BOS, faults.IDS_SHIFTED) and everywhere and same[0].evidence.get("offset") == 0 and (
             "without their first" in same[0].text):
         return ("drop first id",)
-    if code == faults.SCALED and everywhere:
-        return ("scale", {f.slot: f.evidence["factor"] for f in same})
+    if code == faults.SCALED and uniform:
+        factors = {slot: [f.evidence["factor"] for f in same if f.slot == slot] for slot in sorted(slots)}
+        if all(max(each) <= SAME_FACTOR * min(each) for each in factors.values()):
+            return ("scale", {slot: float(np.median(each)) for slot, each in factors.items()})
+        return None
     if code in (faults.DUPLICATED, faults.OTHER_SAMPLE, faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER,
                 faults.MORE, faults.UNREADABLE, faults.IDS_DIFFER, faults.PACKING, faults.LEFT_PADDING, faults.BAD_IDS,
                 faults.BAD_MASK, faults.ROWS_MOVED, faults.UNRECOGNISED, faults.TOKENS_SHIFTED, faults.NUM_SLOTS,

@@ -13,6 +13,7 @@ from dflash_lib.hidden_states.audit import CapturedStates, audit_states
 from dflash_lib.hidden_states.audit import faults as names
 from dflash_lib.hidden_states.audit.matching import nearest_rows, stored_rounding
 from dflash_lib.hidden_states.audit.reference import FinalNorm, list_candidates, recompute
+from dflash_lib.hidden_states.audit.repair import Repair
 from dflash_lib.hidden_states.audit.sampling import choose_samples, coverage, least_seen
 from dflash_lib.hidden_states.formats import open_states
 from dflash_lib.hidden_states.formats.source import POST_NORM, PRE_NORM, SourceSample
@@ -313,6 +314,65 @@ def test_a_repair_gives_the_right_states(spoil, tiny_llama, tiny_llama_folder, t
             with torch.no_grad():
                 stored[:, -1], truth[:, -1] = (tiny_llama.final_norm(s[:, -1]) for s in (stored, truth))
         assert ((stored - truth).norm(dim=-1) <= 0.01 * truth.norm(dim=-1)).all()
+
+
+def double_from_half(states, i):
+    states[len(states) // 2:] *= 2
+
+
+def double_one_slot_from_half(states, i):
+    states[len(states) // 2:, 1] *= 2
+
+
+def double_slots_in_turns(states, i):
+    states[:, i % 2] *= 2
+
+
+def two_near_factors(states, i):
+    states[:, 1] *= 0.9 if i % 2 else 1.1
+
+
+def two_factors(states, i):
+    states[:, 1] *= 1.5 if i % 2 else 2.7
+
+
+def shift_from_half(states, i):
+    half = len(states) // 2
+    states[half + 1:] = states[half:-1].clone()
+
+
+def shift_slots_in_turns(states, i):
+    slots = [0, 1] if i % 2 else [2, 3]
+    states[1:, slots] = states[:-1, slots].clone()
+
+
+@pytest.mark.parametrize("spoil", [double_from_half, double_one_slot_from_half, double_slots_in_turns, two_near_factors,
+                                   two_factors, shift_from_half, shift_slots_in_turns], ids=lambda f: f.__name__)
+def test_no_repair_that_damages(spoil, tiny_llama, source):
+    """What hits samples, slots or rows in different ways is not put right in one way."""
+    for i, sample in enumerate(source.samples):
+        states = sample.decoded().clone()
+        spoil(states, i)
+        source.samples[i] = replace(sample, states=states.bfloat16())
+    audit = audit_states(source, tiny_llama)
+    assert not audit.ok and audit.repair is None and "Extract again" in audit.no_repair
+
+
+def test_two_factors_of_two_slots_are_taken_out(tiny_llama, source):
+    source.samples = [replace(s, states=s.states * torch.tensor([1, 4, 1, 0.125]).bfloat16()[:, None])
+                      for s in source.samples]
+    factors = audit_states(source, tiny_llama).repair.factors
+    assert factors == {1: pytest.approx(4, rel=1e-2), 3: pytest.approx(0.125, rel=1e-2)}
+
+
+def test_a_repair_is_tried_before_it_is_offered(tiny_llama, source, monkeypatch):
+    """A factor that is not the right one: the check alone stops it."""
+    source.samples = [replace(s, states=s.states * 4) for s in source.samples]
+    assert audit_states(source, tiny_llama).repair.factors[1] == pytest.approx(4, rel=1e-2)
+    monkeypatch.setattr("dflash_lib.hidden_states.audit.result.plan_repair", lambda *_: (
+        Repair(slots=[0, 1, 2, 3], layer_ids=IDS, last=True, factors=dict.fromkeys(range(4), 3.0)), ""))
+    audit = audit_states(source, tiny_llama)
+    assert audit.repair is None and "rows of slot 0 wrong in sample 0, and 3 samples more" in audit.no_repair
 
 
 def test_what_nothing_repairs(tiny_llama, source):
