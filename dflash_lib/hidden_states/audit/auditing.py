@@ -29,6 +29,7 @@ from dflash_lib.hidden_states.audit.reference import (
     Reference,
     list_candidates,
 )
+from dflash_lib.hidden_states.audit.remarks import find_remarks
 from dflash_lib.hidden_states.audit.result import Audit, summarise
 from dflash_lib.hidden_states.audit.sampling import choose_samples
 from dflash_lib.hidden_states.audit.scan import scan_source
@@ -95,6 +96,7 @@ def audit_states(source: StateSource, target: Target, num_samples: int = 8, seed
             problems.append(SampleFault(faults.WRONG_LAYER, chosen[0], None, wrong, (faults.WRONG_LAYER, "stated")))
         problems += _recompute(audited, chosen, on_sample)
         _recognise(audited, computed_in, target)
+        audited.remark = find_remarks(audited).text
         for sample in audited.samples:
             _explain(audited, sample)
         _padding_of_one_token(audited)

@@ -25,6 +25,7 @@ def audit_text(audit: Audit, command: Sequence[str] = ()) -> str:
         lines += ["  ".join(shown[name][i].ljust(widths[name]) for name in shown).rstrip() for i in range(len(rows))]
         lines += ["", f"Distances are relative, per token, position 0 apart. {audit.basis}",
                   f"The states agree with what the target computes in {audit.level}."]
+        lines += [audit.remark] if audit.remark else []
     for finding in audit.findings:
         lines += ["", f"{finding.fault.upper()}: {finding.text}"]
     if audit.findings:

@@ -21,6 +21,7 @@ from dflash_lib.hidden_states.formats.source import SourceSample
 
 LARGEST_FP16 = 65504.0
 MOST = 0.8  # an explanation must fit this share of the rows in question, or it is none
+RELATED = 0.5  # nearer than this share of the distance between unrelated tokens: the same text, another computation
 SHIFTS = (1, -1, 2, -2, 3, -3)
 
 

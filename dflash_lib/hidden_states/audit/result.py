@@ -23,7 +23,8 @@ SEEN_BY_BOTH = {faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER, faul
 class SlotResult:
     """One slot, over all audited samples. stated, holds: in words, stated "" where nothing is; median, worst: relative
     distance over rows behind position 0 that belong to the slot's candidate; limit: of the median; next_best and
-    next_distance: the nearest other layer; num_fit of num_rows rows are within their limit."""
+    next_distance: the nearest other layer; num_fit of num_rows rows are within their limit, num_remarks are
+    beyond it and no fault."""
 
     slot: int
     stated: str
@@ -37,14 +38,22 @@ class SlotResult:
     num_fit: int
     num_rows: int
     faults: tuple[str, ...]
+    num_remarks: int = 0
+
+    @property
+    def finding(self) -> str:
+        """In words, for the table."""
+        rows = f"{self.num_remarks} row{'s' if self.num_remarks > 1 else ''} beyond the limit, see the remark"
+        return "; ".join([*self.faults, *([rows] if self.num_remarks else [])]) or "as it should be"
 
 
 @dataclass(frozen=True)
 class Audit:
     """verdict: one line; findings: what is wrong, empty = nothing; slots: the table; layers: [K, N + 1] median distance
     of each slot to the embedding and every layer; by_token: per audited sample (name, [rows, K] distances to what the
-    slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits
-    come from; repair: what makes usable states of these, or None and `no_repair`, why there is no way.
+    slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits come from;
+    remark: on rows beyond them that are no fault; repair: what makes usable states of these, or None and `no_repair`,
+    why there is no way.
     """
 
     name: str
@@ -63,6 +72,7 @@ class Audit:
     sample_names: dict[int, str] = field(default_factory=dict)
     repair: Repair | None = None
     no_repair: str = ""
+    remark: str = ""
 
     @property
     def ok(self) -> bool:
@@ -87,13 +97,13 @@ class Audit:
         """The table, for a DataFrame: one row a slot."""
         return [{"slot": s.slot, "stated": s.stated or "-", "holds": s.holds, "median": s.median, "limit": s.limit,
                  "worst token": s.worst, "next best": f"{s.next_best} ({s.next_distance:.2g})",
-                 "rows that fit": f"{s.num_fit}/{s.num_rows}", "finding": "; ".join(s.faults) or "as it should be"}
+                 "rows that fit": f"{s.num_fit}/{s.num_rows}", "finding": s.finding}
                 for s in self.slots]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"source": self.name, "verdict": self.verdict, "ok": self.ok, "coverage": self.coverage,
-                "basis": self.basis, "computed_in": self.level, "num_samples": self.num_samples,
+                "basis": self.basis, "remark": self.remark, "computed_in": self.level, "num_samples": self.num_samples,
                 "audited": list(self.audited), "scanned": self.scanned,
                 "slots": [{**vars(s), "faults": list(s.faults)} for s in self.slots],
                 "findings": [{"fault": f.fault, "text": f.text, "slots": list(f.slots), "samples": list(f.samples),
@@ -134,7 +144,8 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
                 for s in audited.samples],
         audited=tuple(s.index for s in audited.samples), scanned=scanned.num_scanned,
         sample_names=dict(enumerate(audited.source.names)) if len(audited.source) < 10_000 else {
-            s.index: s.name for s in audited.samples}, repair=repair, no_repair=no_repair)
+            s.index: s.name for s in audited.samples}, repair=repair, no_repair=no_repair,
+        remark=audited.remark)
 
 
 def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
@@ -210,7 +221,8 @@ def _slot_result(audited: Audited, hold: HoldsSlot, found: list[Finding]) -> Slo
         float(np.median([float(s.direct.middle[hold.slot, hold.candidate]) for s in audited.samples])),
         float(max(float(s.direct.distance[0, hold.slot, hold.candidate]) for s in audited.samples)),
         audited.candidates[following].name, float(medians[following]),
-        int(sum(int(f.sum()) for f in fits)), int(sum(len(f) for f in fits)), names)
+        int(sum(int(f.sum()) for f in fits)), int(sum(len(f) for f in fits)), names,
+        sum(int(s.readings[hold.slot].remarks.sum()) for s in audited.samples))
 
 
 def _verdict(audited: Audited, found: list[Finding], scanned: Scan, said: str) -> str:
