@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
+from dflash_lib.hidden_states.audit import faults
 from dflash_lib.hidden_states.audit.auditing import audit_states
 from dflash_lib.hidden_states.audit.repair import RepairedSource
 from dflash_lib.hidden_states.audit.result import Audit
@@ -16,14 +17,17 @@ from dflash_lib.target.loading import find_target, load_target, read_config
 def audit_text(audit: Audit, command: Sequence[str] = ()) -> str:
     """Verdict, table, findings, what to do. command: the audit's own words, such as ["audit", "states", "--target",
     "MODEL"], which a repair repeats."""
-    lines = [audit.verdict, ""]
+    lines = [audit.verdict]
     if audit.slots:
+        lines.append("")
         rows = audit.rows()
         shown = {name: [_cell(row[name]) for row in rows] for name in rows[0]}
         widths = {name: max(len(name), *map(len, cells)) for name, cells in shown.items()}
         lines.append("  ".join(name.ljust(widths[name]) for name in shown))
         lines += ["  ".join(shown[name][i].ljust(widths[name]) for name in shown).rstrip() for i in range(len(rows))]
         lines += ["", f"Distances are relative, per token, position 0 apart. {audit.basis}",
+                  "The states agree with what the target computes as far as fp8 shows: nothing finer than its rounding "
+                  "can be seen." if audit.coarse else
                   f"The states agree with what the target computes in {audit.level}."]
         lines += [audit.remark] if audit.remark else []
     for finding in audit.findings:
@@ -39,6 +43,9 @@ def _cell(value) -> str:
 
 def advice(audit: Audit, command: Sequence[str] = ()) -> list[str]:
     """What to do, as lines; commands as they are typed."""
+    if not audit.audited and faults.WRONG_SIZE in audit.faults:
+        stated = f" The store says that its states are of {audit.stated_target}." if audit.stated_target else ""
+        return [f"Check --target: its hidden size is not that of the states, so none could be recomputed.{stated}"]
     lines = []
     words = ["python", "-m", "dflash_lib", *command]
     partial = len(audit.audited) < audit.num_samples

@@ -53,7 +53,8 @@ class Audit:
     of each slot to the embedding and every layer; by_token: per audited sample (name, [rows, K] distances to what the
     slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits come from;
     remark: on rows beyond them that are no fault; repair: what makes usable states of these, or None and `no_repair`,
-    why there is no way.
+    why there is no way; stated_target: the model that a store says it is of; coarse: stored in a type whose rounding
+    hides how the states were computed (fp8).
     """
 
     name: str
@@ -73,6 +74,8 @@ class Audit:
     repair: Repair | None = None
     no_repair: str = ""
     remark: str = ""
+    stated_target: str = ""
+    coarse: bool = False
 
     @property
     def ok(self) -> bool:
@@ -145,7 +148,9 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
         audited=tuple(s.index for s in audited.samples), scanned=scanned.num_scanned,
         sample_names=dict(enumerate(audited.source.names)) if len(audited.source) < 10_000 else {
             s.index: s.name for s in audited.samples}, repair=repair, no_repair=no_repair,
-        remark=audited.remark)
+        remark=audited.remark, stated_target=str(getattr(getattr(audited.source, "plan", None), "target", {}).get(
+            "name", "")),
+        coarse=bool(audited.samples) and audited.samples[0].rounding.relative > 2 * ROUNDING["bfloat16"])
 
 
 def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
@@ -166,7 +171,8 @@ def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
             more.append(f"in {len(samples)} samples")
         if slots and len(slots) > 1:
             more.append(f"in slots {', '.join(map(str, slots))}")
-        text = f"{where}: {first.text}" if where else first.text
+        told = not where or first.text.startswith(f"{where}: ")  # a store's names are "sample 3"
+        text = first.text if told else f"{where}: {first.text}"
         factors = [f.evidence["factor"] for f in same if "factor" in f.evidence]
         if factors and max(factors) > SAME_FACTOR * min(factors):
             more.append(f"by factors from {min(factors):.4g} to {max(factors):.4g}")

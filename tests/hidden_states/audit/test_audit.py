@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from dflash_lib.__main__ import main
 from dflash_lib.hidden_states.audit import CapturedStates, audit_states
 from dflash_lib.hidden_states.audit import faults as names
+from dflash_lib.hidden_states.audit.command import audit_text
 from dflash_lib.hidden_states.audit.matching import nearest_rows, stored_rounding
 from dflash_lib.hidden_states.audit.reference import FinalNorm, list_candidates, recompute
 from dflash_lib.hidden_states.audit.repair import Repair
@@ -162,7 +164,8 @@ def test_coverage_against_counting():
     seen = [sum(min(draw) < n for draw in draws) / len(draws) for n in range(13)]
     assert least == 8 and seen[least] >= 0.95 and (1 - (least - 1) / 12) ** 3 > 0.05
     assert "every one of the 5 samples" in coverage(5, 5, 1) and "nothing can be said" in coverage(9, 2, 0)
-    assert "8 of 1000 samples were recomputed: a fault in 526 or more samples (53 %)" in coverage(1000, 8, 4)
+    assert ("8 of 1000 samples were recomputed, 4 drawn at random and 4 picked (the first, the last, the longest, "
+            "the shortest): a fault in 526 or more samples (53 %)") in coverage(1000, 8, 4)
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "fp16", "fp8", "fp8 a token"])
@@ -213,7 +216,8 @@ def test_a_fault_in_one_sample_that_was_not_drawn_is_said_to_be_possible(tiny_ll
     rows = make_rows(np.random.default_rng(3), tiny_llama, 20)
     source = extract(tiny_llama, rows, IDS)
     audit = audit_states(source, tiny_llama, 5)
-    assert "5 of 20 samples were recomputed: a fault in 12 or more samples (60 %)" in audit.verdict
+    assert ("5 of 20 samples were recomputed, 3 drawn at random and 2 picked (the first, the last): a fault in 12 or "
+            "more samples (60 %)") in audit.verdict
     unseen = next(i for i in range(20) if i not in audit.audited)
     source.samples[unseen] = make_sample(unseen, rows[unseen], states_of(tiny_llama, rows[unseen], IDS).roll(1, 0))
     assert audit_states(source, tiny_llama, 5).ok  # what it said of rarer faults
@@ -242,6 +246,23 @@ def test_the_command_on_a_good_store(tiny_llama, tiny_llama_folder, tmp_path, ca
     assert json.loads((tmp_path / "audit.json").read_text())["ok"] and (tmp_path / "audit.png").stat().st_size > 5000
     assert main(["audit", str(tmp_path / "store"), "--target", str(tiny_llama_folder), "--repair",
                  str(tmp_path / "new")]) == 2 and "nothing to repair" in capsys.readouterr().err
+
+
+def test_the_command_with_a_target_of_another_size(tiny_llama, tiny_llama_folder, source):
+    source.samples = [replace(s, states=s.states[..., :48].contiguous()) for s in source.samples]
+    audit = audit_states(source, tiny_llama)
+    said = audit_text(audit, ["audit", "states", "--target", "M"])
+    assert "sample 0" not in said.replace("sample 0: hs_0:", "") and "Check --target" in said and "\n\n\n" not in said
+    assert "--samples" not in said and "extracted again" not in said
+    source.plan = SimpleNamespace(target={"name": "somebody/model"})
+    assert "of somebody/model" in audit_text(audit_states(source, tiny_llama))
+
+
+def test_fp8_says_what_it_cannot_show(tiny_llama):
+    rows = make_rows(np.random.default_rng(0), tiny_llama, 4)
+    said = audit_text(audit_states(extract(tiny_llama, rows, IDS, encoding="fp8"), tiny_llama))
+    assert "finer than its rounding" in said and "computes in float32" not in said
+    assert "computes in float32" in audit_text(audit_states(extract(tiny_llama, rows, IDS), tiny_llama))
 
 
 def test_the_command_on_nothing(tiny_llama_folder, tmp_path, capsys):
