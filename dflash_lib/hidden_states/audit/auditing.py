@@ -29,6 +29,7 @@ from dflash_lib.hidden_states.audit.reference import (
     Reference,
     list_candidates,
 )
+from dflash_lib.hidden_states.audit.remarks import find_remarks
 from dflash_lib.hidden_states.audit.result import Audit, summarise
 from dflash_lib.hidden_states.audit.sampling import choose_samples
 from dflash_lib.hidden_states.audit.scan import scan_source
@@ -80,7 +81,8 @@ def audit_states(source: StateSource, target: Target, num_samples: int = 8, seed
     if num_samples < 1 or scan not in ("all", "audited"):
         raise StoreError(f"audit: at least one sample and scan \"all\" or \"audited\" are needed, got {num_samples} "
                          f"and {scan!r}")
-    scanned = scan_source(source, target, everything=scan == "all", num_samples=num_samples, seed=seed)
+    scanned = scan_source(source, target, everything=scan == "all", num_samples=num_samples, seed=seed,
+                          layer_ids=layer_ids)
     norm = FinalNorm(target)
     candidates = list_candidates(target, norm)
     audited = Audited(source, target, norm, candidates, scanned.lengths, [])
@@ -92,22 +94,34 @@ def audit_states(source: StateSource, target: Target, num_samples: int = 8, seed
         audited.claims, wrong = read_claims(source, first.states.shape[1], target, candidates, layer_ids)
         if wrong:
             problems.append(SampleFault(faults.WRONG_LAYER, chosen[0], None, wrong, (faults.WRONG_LAYER, "stated")))
-        _recompute(audited, chosen, on_sample)
+        problems += _recompute(audited, chosen, on_sample)
         _recognise(audited, computed_in, target)
+        audited.remark = find_remarks(audited).text
         for sample in audited.samples:
             _explain(audited, sample)
         _padding_of_one_token(audited)
     return summarise(audited, scanned, problems, chosen, num_drawn, name)
 
 
-def _recompute(audited: Audited, chosen: Sequence[int], on_sample: Callable[[int, int], None] | None) -> None:
+def _recompute(audited: Audited, chosen: Sequence[int], on_sample: Callable[[int, int], None] | None
+               ) -> list[SampleFault]:
+    """Fills audited.samples. Returns what keeps a sample that the scan let pass from being compared."""
+    problems = []
     for done, i in enumerate(chosen):
         stored = audited.source.read(i)
         reference = audited.reference(i)
-        if reference is not None and stored.states.shape[1] == len(audited.claims):
+        if stored.states.shape[1] != len(audited.claims):
+            problems.append(SampleFault(
+                faults.NUM_SLOTS, i, None, f"{stored.name}: {stored.states.shape[1]} slots where the others have "
+                f"{len(audited.claims)}", (faults.NUM_SLOTS, stored.states.shape[1])))
+        elif reference is None:
+            problems.append(SampleFault(faults.BAD_IDS, i, None, f"{stored.name}: the target cannot run its ids",
+                                        (faults.BAD_IDS,)))
+        else:
             audited.samples.append(_direct(i, stored, reference, audited))
         if on_sample is not None:
             on_sample(done + 1, len(chosen))
+    return problems
 
 
 def _direct(i: int, stored: SourceSample, reference: Reference, audited: Audited) -> AuditedSample:

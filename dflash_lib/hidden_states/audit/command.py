@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
+from dflash_lib.hidden_states.audit import faults
 from dflash_lib.hidden_states.audit.auditing import audit_states
 from dflash_lib.hidden_states.audit.repair import RepairedSource
 from dflash_lib.hidden_states.audit.result import Audit
@@ -16,15 +17,19 @@ from dflash_lib.target.loading import find_target, load_target, read_config
 def audit_text(audit: Audit, command: Sequence[str] = ()) -> str:
     """Verdict, table, findings, what to do. command: the audit's own words, such as ["audit", "states", "--target",
     "MODEL"], which a repair repeats."""
-    lines = [audit.verdict, ""]
+    lines = [audit.verdict]
     if audit.slots:
+        lines.append("")
         rows = audit.rows()
         shown = {name: [_cell(row[name]) for row in rows] for name in rows[0]}
         widths = {name: max(len(name), *map(len, cells)) for name, cells in shown.items()}
         lines.append("  ".join(name.ljust(widths[name]) for name in shown))
         lines += ["  ".join(shown[name][i].ljust(widths[name]) for name in shown).rstrip() for i in range(len(rows))]
         lines += ["", f"Distances are relative, per token, position 0 apart. {audit.basis}",
+                  "The states agree with what the target computes as far as fp8 shows: nothing finer than its rounding "
+                  "can be seen." if audit.coarse else
                   f"The states agree with what the target computes in {audit.level}."]
+        lines += [audit.remark] if audit.remark else []
     for finding in audit.findings:
         lines += ["", f"{finding.fault.upper()}: {finding.text}"]
     if audit.findings:
@@ -38,6 +43,9 @@ def _cell(value) -> str:
 
 def advice(audit: Audit, command: Sequence[str] = ()) -> list[str]:
     """What to do, as lines; commands as they are typed."""
+    if not audit.audited and faults.WRONG_SIZE in audit.faults:
+        stated = f" The store says that its states are of {audit.stated_target}." if audit.stated_target else ""
+        return [f"Check --target: its hidden size is not that of the states, so none could be recomputed.{stated}"]
     lines = []
     words = ["python", "-m", "dflash_lib", *command]
     partial = len(audit.audited) < audit.num_samples
@@ -45,6 +53,10 @@ def advice(audit: Audit, command: Sequence[str] = ()) -> list[str]:
         lines += ["Only recomputing every sample tells which ones are wrong:",
                   f"    {shlex.join([*words, '--samples', str(audit.num_samples)])}"]
     if audit.repair is not None:
+        unseen = audit.num_samples - len(audit.audited) - len(set(audit.repair.drop) - set(audit.audited))
+        kept = len(set(audit.audited) - set(audit.repair.drop))
+        lines.append(f"The repair was tried on the {kept} recomputed samples that it keeps: they are right afterwards."
+                     + (f" That the {unseen} others are like them is assumed: audit the result." if unseen > 0 else ""))
         lines += ["A repair is possible. It " + "; ".join(audit.repair.describe()) + ":",
                   f"    {shlex.join([*words, '--samples', str(max(1, len(audit.audited))), '--repair', 'NEW_FOLDER'])}"]
     else:
@@ -96,8 +108,9 @@ def run_audit(options) -> Audit:
             raise StoreError(f"{options.states}: {why}")
         done = convert(RepairedSource(source, audit.repair, target), options.repair,
                        ConvertOptions(to="store", target=str(options.target), dtype=options.dtype))
-        print(f"{options.repair}: {done.num_samples} samples repaired. Audit them: "
-              f"{shlex.join(['python', '-m', 'dflash_lib', 'audit', str(options.repair), '--target', options.target])}")
+        again = ["python", "-m", "dflash_lib", "audit", str(options.repair), "--target", str(options.target)]
+        print(f"{options.repair}: {done.num_samples} samples repaired. Audit them, all of them for certainty: "
+              f"{shlex.join([*again, '--samples', str(done.num_samples)])}")
     return audit
 
 

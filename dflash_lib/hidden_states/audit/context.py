@@ -16,7 +16,8 @@ class Audited:
     """What the parts of an audit share. lengths: tokens of every sample, -1 where it cannot be read; ids: token ids of
     samples read so far; level: the type that the states were computed in, "float32" or "bfloat16"; claims: per slot
     the index of the candidate that the source states, None where it states nothing; slots: per slot the candidate that
-    most samples hold; references: of the samples recomputed."""
+    most samples hold; references: of the samples recomputed; remark: on rows
+    beyond their limit that are no fault."""
 
     source: StateSource
     target: Target
@@ -32,6 +33,7 @@ class Audited:
     references: dict[int, Reference] = field(default_factory=dict)
     hints: list[tuple] = field(default_factory=list)
     searched: int = 0
+    remark: str = ""
 
     def read_ids(self, i: int) -> list[int] | None:
         """Token ids of a sample, None when it has none that the target could run."""

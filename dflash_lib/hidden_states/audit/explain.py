@@ -21,6 +21,7 @@ from dflash_lib.hidden_states.formats.source import SourceSample
 
 LARGEST_FP16 = 65504.0
 MOST = 0.8  # an explanation must fit this share of the rows in question, or it is none
+RELATED = 0.5  # nearer than this share of the distance between unrelated tokens: the same text, another computation
 SHIFTS = (1, -1, 2, -2, 3, -3)
 
 
@@ -49,7 +50,8 @@ class AuditedSample:
 @dataclass
 class SlotReading:
     """What one slot of one sample holds. candidate: index of the best match; distance: float32 [n], limit: [n], fits:
-    bool [n] under it; bad: rows that are still to be explained; unclear: the median alone is too large."""
+    bool [n] under it; bad: rows that are still to be explained; unclear: the median alone is too large; remarks: bool
+    [n], rows beyond the limit that are no fault."""
 
     slot: int
     candidate: int
@@ -59,6 +61,10 @@ class SlotReading:
     bad: Tensor
     unclear: bool = False
     explained: str = ""
+    remarks: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.remarks = torch.zeros_like(self.bad)
 
     @property
     def num_bad(self) -> int:

@@ -35,6 +35,7 @@ UNRECOGNISED = "not recognised"
 BAD_IDS = "token ids that cannot be"
 BAD_MASK = "loss mask that cannot be"
 WRONG_SIZE = "another model's size"
+NUM_SLOTS = "another number of slots"
 
 # What a trainer reads wrongly when it is there: these are about tokens or files, the others about stored states.
 ABOUT_DATA = frozenset({DUPLICATED, MISSING, BAD_IDS, BAD_MASK, UNREADABLE})

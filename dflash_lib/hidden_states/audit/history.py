@@ -19,14 +19,20 @@ from dflash_lib.hidden_states.audit.alternatives import (
     token_alternatives,
 )
 from dflash_lib.hidden_states.audit.context import Audited
-from dflash_lib.hidden_states.audit.explain import MOST, AuditedSample, SlotReading, explain_rows, rows_text
+from dflash_lib.hidden_states.audit.explain import (
+    MOST,
+    RELATED,
+    AuditedSample,
+    SlotReading,
+    explain_rows,
+    rows_text,
+)
 from dflash_lib.hidden_states.audit.faults import SampleFault
 from dflash_lib.hidden_states.audit.matching import Rounding, compare, unrelated_distance
 from dflash_lib.hidden_states.audit.reference import Reference, run_batch, run_row
 
 DEEP_SAMPLES = 3  # searching without a hint takes dozens of forwards: so many samples that end without an answer
 NUM_REFINED = 24  # amounts of padding tried around the best rough one
-RELATED = 0.5  # nearer than this share of the distance between unrelated tokens: the same text, another computation
 MAX_PROBED = 4096  # one-token rows run to find out with which token a row began
 PROBED_AT_ONCE = 64
 MAX_SAME_LENGTH = 8  # samples of the same length that are recomputed in search of the owner of rows

@@ -65,6 +65,10 @@ def plan_repair(findings: Sequence[Finding], holds: Sequence[Candidate], has_las
     if hopeless:
         return None, f"nothing repairs this: {'; '.join(dict.fromkeys(f.fault for f in hopeless))}. Extract again."
     done = {f.repair[0]: f.repair for f in findings}
+    factors = {slot: factor for f in findings if f.repair[0] == "scale" for slot, factor in f.repair[1].items()}
+    shifts = {f.repair[1] for f in findings if f.repair[0] == "shift"}
+    if len(shifts) > 1:
+        return None, f"rows are shifted by {sorted(shifts)} tokens. Extract again."
     drop = sorted({i for f in findings if f.repair[0] == "drop samples" for i in f.repair[1]})
     tapped = range(len(holds) - has_last)
     layers = {}
@@ -83,7 +87,7 @@ def plan_repair(findings: Sequence[Finding], holds: Sequence[Candidate], has_las
     ids = sorted(layers)
     return Repair(slots=[layers[k] for k in ids] + ([len(holds) - 1] if last else []), layer_ids=ids, last=last,
                   unnorm=unnorm, shift=done.get("shift", ("", 0))[1], drop_first_id="drop first id" in done,
-                  factors=done.get("scale", ("", {}))[1], drop=drop), ""
+                  factors=factors, drop=drop), ""
 
 
 class RepairedSource(Samples):
@@ -114,6 +118,9 @@ class RepairedSource(Samples):
             raise StoreError(f"{self.path}, {sample.name}: rows, token ids and loss mask do not fit each other; an "
                              "audit with --scan all names every such sample")
         states, ids, mask = sample.decoded(), sample.input_ids, sample.loss_mask
+        if states.shape[1] <= max(repair.slots):
+            raise StoreError(f"{self.path}, {sample.name}: {states.shape[1]} slots where the repair keeps slots "
+                             f"{repair.slots}; an audit with --scan all names every such sample")
         for slot, factor in repair.factors.items():
             states[:, slot] /= factor
         states = states[:, repair.slots]

@@ -11,9 +11,11 @@ from dflash_lib.hidden_states.audit.faults import Finding, SampleFault
 from dflash_lib.hidden_states.audit.layers import HoldsSlot, layer_findings, slot_holds
 from dflash_lib.hidden_states.audit.reference import LAYER, ROUNDING
 from dflash_lib.hidden_states.audit.repair import Repair, plan_repair, to_extract_again
+from dflash_lib.hidden_states.audit.repair_check import check_repair
 from dflash_lib.hidden_states.audit.sampling import coverage
 from dflash_lib.hidden_states.audit.scan import Scan
 
+SAME_FACTOR = 1.02  # factors of one cause: a sample's own is known to less than rounding's 0.4 %
 SEEN_BY_BOTH = {faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER, faults.MORE, faults.OTHER_SAMPLE}
 
 
@@ -21,7 +23,8 @@ SEEN_BY_BOTH = {faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER, faul
 class SlotResult:
     """One slot, over all audited samples. stated, holds: in words, stated "" where nothing is; median, worst: relative
     distance over rows behind position 0 that belong to the slot's candidate; limit: of the median; next_best and
-    next_distance: the nearest other layer; num_fit of num_rows rows are within their limit."""
+    next_distance: the nearest other layer; num_fit of num_rows rows are within their limit, num_remarks are
+    beyond it and no fault."""
 
     slot: int
     stated: str
@@ -35,14 +38,23 @@ class SlotResult:
     num_fit: int
     num_rows: int
     faults: tuple[str, ...]
+    num_remarks: int = 0
+
+    @property
+    def finding(self) -> str:
+        """In words, for the table."""
+        rows = f"{self.num_remarks} row{'s' if self.num_remarks > 1 else ''} beyond the limit, see the remark"
+        return "; ".join([*self.faults, *([rows] if self.num_remarks else [])]) or "as it should be"
 
 
 @dataclass(frozen=True)
 class Audit:
     """verdict: one line; findings: what is wrong, empty = nothing; slots: the table; layers: [K, N + 1] median distance
     of each slot to the embedding and every layer; by_token: per audited sample (name, [rows, K] distances to what the
-    slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits
-    come from; repair: what makes usable states of these, or None and `no_repair`, why there is no way.
+    slot holds); coverage: what may be said of the samples that were not recomputed; basis: where the limits come from;
+    remark: on rows beyond them that are no fault; repair: what makes usable states of these, or None and `no_repair`,
+    why there is no way; stated_target: the model that a store says it is of; coarse: stored in a type whose rounding
+    hides how the states were computed (fp8).
     """
 
     name: str
@@ -61,6 +73,9 @@ class Audit:
     sample_names: dict[int, str] = field(default_factory=dict)
     repair: Repair | None = None
     no_repair: str = ""
+    remark: str = ""
+    stated_target: str = ""
+    coarse: bool = False
 
     @property
     def ok(self) -> bool:
@@ -85,13 +100,13 @@ class Audit:
         """The table, for a DataFrame: one row a slot."""
         return [{"slot": s.slot, "stated": s.stated or "-", "holds": s.holds, "median": s.median, "limit": s.limit,
                  "worst token": s.worst, "next best": f"{s.next_best} ({s.next_distance:.2g})",
-                 "rows that fit": f"{s.num_fit}/{s.num_rows}", "finding": "; ".join(s.faults) or "as it should be"}
+                 "rows that fit": f"{s.num_fit}/{s.num_rows}", "finding": s.finding}
                 for s in self.slots]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"source": self.name, "verdict": self.verdict, "ok": self.ok, "coverage": self.coverage,
-                "basis": self.basis, "computed_in": self.level, "num_samples": self.num_samples,
+                "basis": self.basis, "remark": self.remark, "computed_in": self.level, "num_samples": self.num_samples,
                 "audited": list(self.audited), "scanned": self.scanned,
                 "slots": [{**vars(s), "faults": list(s.faults)} for s in self.slots],
                 "findings": [{"fault": f.fault, "text": f.text, "slots": list(f.slots), "samples": list(f.samples),
@@ -114,6 +129,10 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
     if found and audited.samples:
         repair, no_repair = plan_repair(found, [audited.candidates[h.candidate] for h in holds],
                                         audited.source.last is not None, audited.target.num_layers)
+        why = "" if repair is None else check_repair(audited, repair)
+        if why:
+            repair, no_repair = None, (f"what would repair a part was tried on the recomputed samples, and {why}. "
+                                       "Extract again.")
     layers = np.zeros((0, 0))
     if audited.samples:
         columns = audited.target.num_layers + 1
@@ -128,7 +147,10 @@ def summarise(audited: Audited, scanned: Scan, problems: list[SampleFault], chos
                 for s in audited.samples],
         audited=tuple(s.index for s in audited.samples), scanned=scanned.num_scanned,
         sample_names=dict(enumerate(audited.source.names)) if len(audited.source) < 10_000 else {
-            s.index: s.name for s in audited.samples}, repair=repair, no_repair=no_repair)
+            s.index: s.name for s in audited.samples}, repair=repair, no_repair=no_repair,
+        remark=audited.remark, stated_target=str(getattr(getattr(audited.source, "plan", None), "target", {}).get(
+            "name", "")),
+        coarse=bool(audited.samples) and audited.samples[0].rounding.relative > 2 * ROUNDING["bfloat16"])
 
 
 def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
@@ -149,7 +171,11 @@ def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
             more.append(f"in {len(samples)} samples")
         if slots and len(slots) > 1:
             more.append(f"in slots {', '.join(map(str, slots))}")
-        text = f"{where}: {first.text}" if where else first.text
+        told = not where or first.text.startswith(f"{where}: ")  # a store's names are "sample 3"
+        text = first.text if told else f"{where}: {first.text}"
+        factors = [f.evidence["factor"] for f in same if "factor" in f.evidence]
+        if factors and max(factors) > SAME_FACTOR * min(factors):
+            more.append(f"by factors from {min(factors):.4g} to {max(factors):.4g}")
         if more:
             text += f"; {' and '.join(more)}"
         found.append(Finding(code, text, slots, samples, first.evidence, _repair(audited, code, same, samples)))
@@ -157,20 +183,26 @@ def _merge(audited: Audited, single: list[SampleFault]) -> list[Finding]:
 
 
 def _repair(audited: Audited, code: str, same: list[SampleFault], samples: tuple[int, ...]) -> tuple | None:
-    """What `repair_states` can do about it."""
-    everywhere = len(samples) >= len(audited.samples)
+    """What a repair can do about it: only what hits the same slots of every audited sample alike is put right; samples
+    are left out where others are whole. `check_repair` tries it."""
+    everywhere = {sample.index for sample in audited.samples} <= set(samples)
     slots = {f.slot for f in same}
-    whole = everywhere and len(slots) >= len(audited.claims)
+    uniform = everywhere and len({(f.sample, f.slot) for f in same}) == len(slots) * len(samples)
+    whole = uniform and len(slots) >= len(audited.claims)
     if code == faults.TOKENS_SHIFTED and whole and same[0].evidence["shift"] > 0:
         return ("shift", same[0].evidence["shift"])
     if code in (faults.BOS, faults.IDS_SHIFTED) and everywhere and same[0].evidence.get("offset") == 0 and (
             "without their first" in same[0].text):
         return ("drop first id",)
-    if code == faults.SCALED and everywhere:
-        return ("scale", {f.slot: f.evidence["factor"] for f in same})
+    if code == faults.SCALED and uniform:
+        factors = {slot: [f.evidence["factor"] for f in same if f.slot == slot] for slot in sorted(slots)}
+        if all(max(each) <= SAME_FACTOR * min(each) for each in factors.values()):
+            return ("scale", {slot: float(np.median(each)) for slot, each in factors.items()})
+        return None
     if code in (faults.DUPLICATED, faults.OTHER_SAMPLE, faults.ZEROS, faults.NOT_FINITE, faults.FP16, faults.FEWER,
                 faults.MORE, faults.UNREADABLE, faults.IDS_DIFFER, faults.PACKING, faults.LEFT_PADDING, faults.BAD_IDS,
-                faults.BAD_MASK, faults.ROWS_MOVED, faults.UNRECOGNISED, faults.TOKENS_SHIFTED) and (
+                faults.BAD_MASK, faults.ROWS_MOVED, faults.UNRECOGNISED, faults.TOKENS_SHIFTED, faults.NUM_SLOTS,
+                faults.WRONG_SIZE, faults.SCALED, faults.ROW_SCALES, faults.OTHER_MODEL) and (
             not everywhere or not audited.samples) and samples:
         return ("drop samples", list(samples))
     return None
@@ -195,7 +227,8 @@ def _slot_result(audited: Audited, hold: HoldsSlot, found: list[Finding]) -> Slo
         float(np.median([float(s.direct.middle[hold.slot, hold.candidate]) for s in audited.samples])),
         float(max(float(s.direct.distance[0, hold.slot, hold.candidate]) for s in audited.samples)),
         audited.candidates[following].name, float(medians[following]),
-        int(sum(int(f.sum()) for f in fits)), int(sum(len(f) for f in fits)), names)
+        int(sum(int(f.sum()) for f in fits)), int(sum(len(f) for f in fits)), names,
+        sum(int(s.readings[hold.slot].remarks.sum()) for s in audited.samples))
 
 
 def _verdict(audited: Audited, found: list[Finding], scanned: Scan, said: str) -> str:

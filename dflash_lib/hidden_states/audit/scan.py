@@ -1,6 +1,8 @@
 """A look at every sample without the target: counts, ids, masks, values, duplicates."""
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +21,8 @@ GUESSES = 16  # samples whose length is read when not all are scanned, per sampl
 @dataclass
 class Scan:
     """lengths: tokens of each sample, -1 where they are not known; usable: whether it can be recomputed; num_scanned:
-    samples whose values were looked at; num_tokens: their tokens; sizes: seen hidden sizes."""
+    samples whose values were looked at; num_tokens: their tokens; sizes: seen hidden sizes; num_slots: of each sample
+    that can be read."""
 
     lengths: list[int]
     usable: list[bool]
@@ -27,10 +30,12 @@ class Scan:
     num_scanned: int = 0
     num_tokens: int = 0
     sizes: set[int] = field(default_factory=set)
+    num_slots: dict[int, int] = field(default_factory=dict)
 
 
-def scan_source(source: StateSource, target: Target, everything: bool, num_samples: int, seed: int) -> Scan:
-    """Scans all samples, or enough of them to choose from."""
+def scan_source(source: StateSource, target: Target, everything: bool, num_samples: int, seed: int,
+                layer_ids: Sequence[int] | None = None) -> Scan:
+    """Scans all samples, or enough of them to choose from. layer_ids: stated by the user instead of the source."""
     num = len(source)
     scan = Scan([-1] * num, [False] * num)
     indices = range(num)
@@ -60,6 +65,8 @@ def scan_source(source: StateSource, target: Target, everything: bool, num_sampl
             scan.lengths[i] = len(sample.input_ids)
             scan.num_tokens += len(sample.input_ids)
         scan.usable[i] = (bad is None or bad[0] == faults.BAD_MASK) and len(sample.states) > 0
+        if scan.usable[i]:
+            scan.num_slots[i] = sample.states.shape[1]
         if bad is None or bad[0] == faults.BAD_MASK:
             _look(i, sample, zero_tokens, scan, by_ids, by_states)
     for same in by_ids.values():
@@ -73,8 +80,26 @@ def scan_source(source: StateSource, target: Target, everything: bool, num_sampl
                 scan.faults.append(SampleFault(
                     faults.OTHER_SAMPLE, i, None, f"{source.names[i]} and {source.names[same[0]]} have the same last "
                     "row of states and other tokens", (faults.OTHER_SAMPLE,), evidence={"other": same[0]}))
-    scan.faults += _gaps(source)
+    scan.faults += [*_slot_counts(source, scan, layer_ids), *_gaps(source)]
     return scan
+
+
+def _slot_counts(source: StateSource, scan: Scan, layer_ids: Sequence[int] | None) -> list[SampleFault]:
+    """Samples with another number of slots than is stated; where no sample has that many, than most samples have.
+    They are not to be recomputed: which of their slots is missing, nothing says."""
+    counts = Counter(scan.num_slots.values())
+    if len(counts) < 2:
+        return []
+    ids = source.target_layer_ids if layer_ids is None else layer_ids
+    stated = None if ids is None else len(ids) + (source.last is not None)
+    right, why = (stated, "are stated") if stated in counts else (counts.most_common(1)[0][0], "most samples have")
+    found = []
+    for i, number in scan.num_slots.items():
+        if number != right:
+            scan.usable[i] = False
+            found.append(SampleFault(faults.NUM_SLOTS, i, None, f"{source.names[i]}: {number} slots where {right} "
+                                     f"{why}", (faults.NUM_SLOTS, number), evidence={"slots": number}))
+    return found
 
 
 def _malformed(sample: SourceSample, target: Target, scan: Scan) -> tuple | None:

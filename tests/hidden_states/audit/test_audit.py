@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from dflash_lib.__main__ import main
 from dflash_lib.hidden_states.audit import CapturedStates, audit_states
 from dflash_lib.hidden_states.audit import faults as names
+from dflash_lib.hidden_states.audit.command import audit_text
 from dflash_lib.hidden_states.audit.matching import nearest_rows, stored_rounding
 from dflash_lib.hidden_states.audit.reference import FinalNorm, list_candidates, recompute
+from dflash_lib.hidden_states.audit.repair import Repair
 from dflash_lib.hidden_states.audit.sampling import choose_samples, coverage, least_seen
 from dflash_lib.hidden_states.formats import open_states
 from dflash_lib.hidden_states.formats.source import POST_NORM, PRE_NORM, SourceSample
@@ -64,6 +67,34 @@ def test_ids_beyond_the_vocabulary_are_named_and_the_rest_is_audited(tiny_llama,
 def test_one_sample_that_cannot_be(tiny_llama, source, change, fault):
     source.samples[2] = replace(source.samples[2], **change)
     assert audit_states(source, tiny_llama).faults == [fault]
+
+
+@pytest.mark.parametrize("short", [(1,), (1, 2, 3), (0,)])
+@pytest.mark.parametrize("stated", [True, False])
+def test_samples_with_fewer_slots_are_named(tiny_llama, source, short, stated):
+    for i in short:
+        source.samples[i] = replace(source.samples[i], states=source.samples[i].states[:, :3].contiguous())
+    few = set(short) if stated or len(short) == 1 else {0}  # unstated: most samples are right
+    if not stated:
+        source.target_layer_ids, source.last = None, None
+    audit = audit_states(source, tiny_llama)
+    assert audit.faults == [names.NUM_SLOTS] and audit.audited == tuple(i for i in range(4) if i not in few)
+    assert set(audit.findings[0].samples) == few and ("4 are stated" in audit.findings[0].text) == stated
+    assert set(audit.repair.drop) == few
+
+
+def test_a_sample_that_changes_between_the_scan_and_the_comparison(tiny_llama, source):
+    """A reader that gives another number of slots the second time: it is not skipped in silence."""
+    reads = []
+
+    def read(i, original=source.read):
+        reads.append(i)
+        sample = original(i)
+        return replace(sample, states=sample.states[:, :3]) if i == 2 and reads.count(2) > 1 else sample
+
+    source.read = read
+    audit = audit_states(source, tiny_llama)
+    assert audit.faults == [names.NUM_SLOTS] and audit.findings[0].samples == (2,)
 
 
 def test_a_sample_that_cannot_be_read(tiny_llama, source):
@@ -133,7 +164,8 @@ def test_coverage_against_counting():
     seen = [sum(min(draw) < n for draw in draws) / len(draws) for n in range(13)]
     assert least == 8 and seen[least] >= 0.95 and (1 - (least - 1) / 12) ** 3 > 0.05
     assert "every one of the 5 samples" in coverage(5, 5, 1) and "nothing can be said" in coverage(9, 2, 0)
-    assert "8 of 1000 samples were recomputed: a fault in 526 or more samples (53 %)" in coverage(1000, 8, 4)
+    assert ("8 of 1000 samples were recomputed, 4 drawn at random and 4 picked (the first, the last, the longest, "
+            "the shortest): a fault in 526 or more samples (53 %)") in coverage(1000, 8, 4)
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "fp16", "fp8", "fp8 a token"])
@@ -184,7 +216,8 @@ def test_a_fault_in_one_sample_that_was_not_drawn_is_said_to_be_possible(tiny_ll
     rows = make_rows(np.random.default_rng(3), tiny_llama, 20)
     source = extract(tiny_llama, rows, IDS)
     audit = audit_states(source, tiny_llama, 5)
-    assert "5 of 20 samples were recomputed: a fault in 12 or more samples (60 %)" in audit.verdict
+    assert ("5 of 20 samples were recomputed, 3 drawn at random and 2 picked (the first, the last): a fault in 12 or "
+            "more samples (60 %)") in audit.verdict
     unseen = next(i for i in range(20) if i not in audit.audited)
     source.samples[unseen] = make_sample(unseen, rows[unseen], states_of(tiny_llama, rows[unseen], IDS).roll(1, 0))
     assert audit_states(source, tiny_llama, 5).ok  # what it said of rarer faults
@@ -213,6 +246,23 @@ def test_the_command_on_a_good_store(tiny_llama, tiny_llama_folder, tmp_path, ca
     assert json.loads((tmp_path / "audit.json").read_text())["ok"] and (tmp_path / "audit.png").stat().st_size > 5000
     assert main(["audit", str(tmp_path / "store"), "--target", str(tiny_llama_folder), "--repair",
                  str(tmp_path / "new")]) == 2 and "nothing to repair" in capsys.readouterr().err
+
+
+def test_the_command_with_a_target_of_another_size(tiny_llama, tiny_llama_folder, source):
+    source.samples = [replace(s, states=s.states[..., :48].contiguous()) for s in source.samples]
+    audit = audit_states(source, tiny_llama)
+    said = audit_text(audit, ["audit", "states", "--target", "M"])
+    assert "sample 0" not in said.replace("sample 0: hs_0:", "") and "Check --target" in said and "\n\n\n" not in said
+    assert "--samples" not in said and "extracted again" not in said
+    source.plan = SimpleNamespace(target={"name": "somebody/model"})
+    assert "of somebody/model" in audit_text(audit_states(source, tiny_llama))
+
+
+def test_fp8_says_what_it_cannot_show(tiny_llama):
+    rows = make_rows(np.random.default_rng(0), tiny_llama, 4)
+    said = audit_text(audit_states(extract(tiny_llama, rows, IDS, encoding="fp8"), tiny_llama))
+    assert "finer than its rounding" in said and "computes in float32" not in said
+    assert "computes in float32" in audit_text(audit_states(extract(tiny_llama, rows, IDS), tiny_llama))
 
 
 def test_the_command_on_nothing(tiny_llama_folder, tmp_path, capsys):
@@ -285,6 +335,65 @@ def test_a_repair_gives_the_right_states(spoil, tiny_llama, tiny_llama_folder, t
             with torch.no_grad():
                 stored[:, -1], truth[:, -1] = (tiny_llama.final_norm(s[:, -1]) for s in (stored, truth))
         assert ((stored - truth).norm(dim=-1) <= 0.01 * truth.norm(dim=-1)).all()
+
+
+def double_from_half(states, i):
+    states[len(states) // 2:] *= 2
+
+
+def double_one_slot_from_half(states, i):
+    states[len(states) // 2:, 1] *= 2
+
+
+def double_slots_in_turns(states, i):
+    states[:, i % 2] *= 2
+
+
+def two_near_factors(states, i):
+    states[:, 1] *= 0.9 if i % 2 else 1.1
+
+
+def two_factors(states, i):
+    states[:, 1] *= 1.5 if i % 2 else 2.7
+
+
+def shift_from_half(states, i):
+    half = len(states) // 2
+    states[half + 1:] = states[half:-1].clone()
+
+
+def shift_slots_in_turns(states, i):
+    slots = [0, 1] if i % 2 else [2, 3]
+    states[1:, slots] = states[:-1, slots].clone()
+
+
+@pytest.mark.parametrize("spoil", [double_from_half, double_one_slot_from_half, double_slots_in_turns, two_near_factors,
+                                   two_factors, shift_from_half, shift_slots_in_turns], ids=lambda f: f.__name__)
+def test_no_repair_that_damages(spoil, tiny_llama, source):
+    """What hits samples, slots or rows in different ways is not put right in one way."""
+    for i, sample in enumerate(source.samples):
+        states = sample.decoded().clone()
+        spoil(states, i)
+        source.samples[i] = replace(sample, states=states.bfloat16())
+    audit = audit_states(source, tiny_llama)
+    assert not audit.ok and audit.repair is None and "Extract again" in audit.no_repair
+
+
+def test_two_factors_of_two_slots_are_taken_out(tiny_llama, source):
+    source.samples = [replace(s, states=s.states * torch.tensor([1, 4, 1, 0.125]).bfloat16()[:, None])
+                      for s in source.samples]
+    factors = audit_states(source, tiny_llama).repair.factors
+    assert factors == {1: pytest.approx(4, rel=1e-2), 3: pytest.approx(0.125, rel=1e-2)}
+
+
+def test_a_repair_is_tried_before_it_is_offered(tiny_llama, source, monkeypatch):
+    """A factor that is not the right one: the check alone stops it."""
+    source.samples = [replace(s, states=s.states * 4) for s in source.samples]
+    assert audit_states(source, tiny_llama).repair.factors[1] == pytest.approx(4, rel=1e-2)
+    monkeypatch.setattr("dflash_lib.hidden_states.audit.result.plan_repair", lambda *_: (
+        Repair(slots=[0, 1, 2, 3], layer_ids=IDS, last=True, factors=dict.fromkeys(range(4), 3.0)), ""))
+    audit = audit_states(source, tiny_llama)
+    assert audit.repair is None and "rows of slot 0 wrong in sample 0, and 3 samples more" in audit.no_repair
 
 
 def test_what_nothing_repairs(tiny_llama, source):
