@@ -215,7 +215,7 @@ class ShardWriter:
         set_attribute(self.file, "plan", self.plan.hash)
         set_attribute(self.file, "shard", self.index)
         set_attribute(self.file, "encoding", self.plan.encoding)
-        set_attribute(self.file, "target", self.plan.target)
+        set_attribute(self.file, "target", dict(sorted(self.plan.target.items())))  # as a plan read from disk has it
         set_attribute(self.file, "quarantined", json.dumps(self.quarantined))
         self.file.close()
         self.guard.check()

@@ -29,7 +29,7 @@ from dflash_lib.hidden_states.schema import (
 )
 
 NUM_OPEN_FILES = 32
-CACHE_BYTES = 16 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
+CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Transformers' bars and warnings off: its load report is read here, and stderr of a notebook looks like errors."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -261,7 +261,7 @@ def _from_pretrained(path: Path, config: PreTrainedConfig, checkpoint: Checkpoin
     """Model and Transformers' loading info. Mismatched shapes do not raise here: they are reported by name."""
     more = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with _quiet():
+        with quiet_transformers():
             return AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True,
                 trust_remote_code=trust_remote_code, key_mapping=key_mapping(list(checkpoint.tensors)),
@@ -293,7 +293,7 @@ def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, ch
         tie = checkpoint.differing_tie() if getattr(config, "tie_word_embeddings", False) else None
         problems["tied, yet different"] = [] if tie is None else [tie]
         if not any(problems.values()):  # else what is wrong is known, and a broken model need not run
-            with _quiet():  # that fast kernels are missing is in the report
+            with quiet_transformers():  # that fast kernels are missing is in the report
                 measured = perplexity(model, tokenizer)
             vocab_size = model.get_input_embeddings().weight.shape[0]
             limit = default_max_perplexity(vocab_size) if max_perplexity == "auto" else max_perplexity

@@ -2,9 +2,11 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dflash_lib.hidden_states.audit import faults
 from dflash_lib.hidden_states.audit.auditing import audit_states
+from dflash_lib.hidden_states.audit.faults import Finding
 from dflash_lib.hidden_states.audit.repair import RepairedSource
 from dflash_lib.hidden_states.audit.result import Audit
 from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
@@ -97,10 +99,20 @@ def run_audit(options) -> Audit:
     if options.samples < 1:
         raise StoreError(f"--samples {options.samples}: at least one has to be recomputed")
     target = load_target(options.target, options.dtype, options.device)
+    stated = stated_identity(source)
+    computed_in = options.computed_in or (stated or {}).get("dtype")
+    if computed_in != "float32" or options.dtype != "float32":
+        computed_in = options.computed_in
     with Progress(min(options.samples, len(source)), "audit", "samples") as progress:
         audit = audit_states(source, target, options.samples, options.seed, layer_ids=options.target_layer_ids,
-                             computed_in=options.computed_in, scan=options.scan, name=str(options.states),
+                             computed_in=computed_in, scan=options.scan, name=str(options.states),
                              on_sample=lambda done, _total: progress.set(done))
+    if stated is not None and stated["weights"] != target.identity["weights"]:
+        verdict = audit.verdict if audit.findings else f"WRONG TARGET, or states of another one. {audit.verdict}"
+        audit = replace(audit, verdict=verdict, findings=[*audit.findings, Finding(
+            faults.OTHER_MODEL, f"the store says that it was made by {stated['name']} with weights "
+            f"{stated['weights'][:12]}, --target has {target.identity['weights'][:12]}: is it the right one? However "
+            "near they are, a drafter trained on these states serves another target.", (), ())])
     print(audit_text(audit, repeated(options)))
     if options.repair is not None:
         if audit.repair is None:
@@ -112,6 +124,13 @@ def run_audit(options) -> Audit:
         print(f"{options.repair}: {done.num_samples} samples repaired. Audit them, all of them for certainty: "
               f"{shlex.join([*again, '--samples', str(done.num_samples)])}")
     return audit
+
+
+def stated_identity(source) -> dict[str, str] | None:
+    """The target that a store says it was extracted from; None for other layouts and for converted stores, whose states
+    another tool computed, in a type that is not known."""
+    plan = getattr(source, "plan", None)
+    return None if plan is None or "converted_from" in plan.data else plan.target
 
 
 def _width(options, config) -> int | None:

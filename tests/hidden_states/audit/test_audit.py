@@ -1,6 +1,7 @@
 """audit: which samples, what limits, bad input, repair, the command, the figure."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_lib.__main__ import main
 from dflash_lib.hidden_states.audit import CapturedStates, audit_states
@@ -401,3 +403,17 @@ def test_what_nothing_repairs(tiny_llama, source):
     audit = audit_states(source, tiny_llama)
     assert audit.faults == [names.ZEROS] and audit.repair is None and "Extract again" in audit.no_repair
     assert audit.extract_again == ["hs_0", "hs_1", "hs_2", "hs_3"]
+
+
+def test_the_command_knows_whose_states_a_store_says_it_holds(tiny_llama, tiny_llama_folder, tmp_path, capsys):
+    """The weights differ by a thousandth, which bfloat16 limits let pass: the plan has their hash, and says float32."""
+    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama))
+    folder = shutil.copytree(tiny_llama_folder, tmp_path / "near")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor * (1.001 if "down_proj" in name else 1) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert main(["audit", str(tmp_path / "store"), "--target", str(tiny_llama_folder), "--samples", "3"]) == 0
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path / "store"), "--target", str(folder), "--samples", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "the store says that it was made by" in printed and "RIGHT: every slot" not in printed.splitlines()[1]
