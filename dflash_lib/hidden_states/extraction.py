@@ -60,9 +60,12 @@ def open_plan(store: Path | str, model: Path | str, prepared: PreparedRows, opti
             before = ExtractionPlan.load(store)
             found = before.differences(plan)
             if found:
+                what = "Choose another store_dir, or remove this one."
+                if "converted_from" in before.data:
+                    what = ("It was converted or repaired: to train from it, begin behind the extraction (run PARAMS "
+                            "--from 06_train).")
                 raise StoreError(f"{store}: begun with other settings, and a store is never mixed:\n"
-                                 f"{describe_differences(found, 'the store has', 'asked for')}\n"
-                                 "Choose another store_dir, or remove this one.")
+                                 f"{describe_differences(found, 'the store has', 'asked for')}\n{what}")
             return before
         store.mkdir(parents=True, exist_ok=True)
         if any(store.glob("shard-*.h5")):

@@ -28,9 +28,8 @@ def audit_text(audit: Audit, command: Sequence[str] = ()) -> str:
         lines.append("  ".join(name.ljust(widths[name]) for name in shown))
         lines += ["  ".join(shown[name][i].ljust(widths[name]) for name in shown).rstrip() for i in range(len(rows))]
         lines += ["", f"Distances are relative, per token, position 0 apart. {audit.basis}",
-                  "The states agree with what the target computes as far as fp8 shows: nothing finer than its rounding "
-                  "can be seen." if audit.coarse else
-                  f"The states agree with what the target computes in {audit.level}."]
+                  "The limits are fp8's: nothing finer than its rounding can be seen." if audit.coarse else
+                  f"The limits are those of states that were computed in {audit.level}."]
         lines += [audit.remark] if audit.remark else []
     for finding in audit.findings:
         lines += ["", f"{finding.fault.upper()}: {finding.text}"]
@@ -118,6 +117,10 @@ def run_audit(options) -> Audit:
         if audit.repair is None:
             why = audit.no_repair or "nothing is wrong, so there is nothing to repair"
             raise StoreError(f"{options.states}: {why}")
+        if set(audit.repair.drop) & set(audit.audited) and len(audit.audited) < audit.num_samples:
+            raise StoreError(f"{options.states}: the repair leaves samples out, and only {len(audit.audited)} of "
+                             f"{audit.num_samples} were recomputed: which others are wrong is not known. Give "
+                             f"--samples {audit.num_samples}.")
         done = convert(RepairedSource(source, audit.repair, target), options.repair,
                        ConvertOptions(to="store", target=str(options.target), dtype=options.dtype))
         again = ["python", "-m", "dflash_lib", "audit", str(options.repair), "--target", str(options.target)]

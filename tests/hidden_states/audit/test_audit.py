@@ -263,8 +263,8 @@ def test_the_command_with_a_target_of_another_size(tiny_llama, tiny_llama_folder
 def test_fp8_says_what_it_cannot_show(tiny_llama):
     rows = make_rows(np.random.default_rng(0), tiny_llama, 4)
     said = audit_text(audit_states(extract(tiny_llama, rows, IDS, encoding="fp8"), tiny_llama))
-    assert "finer than its rounding" in said and "computes in float32" not in said
-    assert "computes in float32" in audit_text(audit_states(extract(tiny_llama, rows, IDS), tiny_llama))
+    assert "finer than its rounding" in said and "computed in float32" not in said
+    assert "computed in float32" in audit_text(audit_states(extract(tiny_llama, rows, IDS), tiny_llama))
 
 
 def test_the_command_on_nothing(tiny_llama_folder, tmp_path, capsys):
@@ -417,3 +417,17 @@ def test_the_command_knows_whose_states_a_store_says_it_holds(tiny_llama, tiny_l
     assert main(["audit", str(tmp_path / "store"), "--target", str(folder), "--samples", "3"]) == 1
     printed = capsys.readouterr().out
     assert "the store says that it was made by" in printed and "RIGHT: every slot" not in printed.splitlines()[1]
+
+
+def test_a_repair_that_leaves_samples_out_needs_all_of_them_recomputed(tiny_llama, tiny_llama_folder, tmp_path, capsys):
+    """Two of eight are scaled, and three are recomputed: dropping the one that was seen would bless the other."""
+    source = extract(tiny_llama, make_rows(np.random.default_rng(5), tiny_llama, 8), IDS)
+    for i in (0, 5):
+        source.samples[i] = replace(source.samples[i], states=source.samples[i].states * 1.3)
+    write_and_open(source, "speculators", tmp_path / "states", tiny_llama)
+    command = ["audit", str(tmp_path / "states"), "--target", str(tiny_llama_folder), "--target-layer-ids",
+               *map(str, IDS), "--repair", str(tmp_path / "new")]
+    assert main([*command, "--samples", "3"]) == 2
+    assert "only 3 of 8 were recomputed" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert main([*command, "--samples", "8"]) == 1
+    assert len(open_states(tmp_path / "new")) == 6 and audit_states(open_states(tmp_path / "new"), tiny_llama).ok
