@@ -176,7 +176,7 @@ def similarity_figure(statistics: StateStatistics) -> Figure:
     plain_axis(axis)
     label(axis, x="", y="", title="How alike the layers are")
     error = statistics.similarity.error.max()
-    figure.colorbar(image, ax=axis, label=f"mean cosine of one token's states (± {error:.2g} at the most)")
+    figure.colorbar(image, ax=axis, label=f"mean cosine of a token (± {error:.2g})")
     return figure
 
 
