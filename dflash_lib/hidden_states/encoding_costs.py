@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_lib.hidden_states.formats.speculators import FP8, FP8_MAX, quantize
 from dflash_lib.hidden_states.parity import relative_errors
 from dflash_lib.hidden_states.sampling import Estimate, SampleBootstrap, state_blocks
 from dflash_lib.hidden_states.schema import create_states, get_encoding, to_raw, write_raw
 from dflash_lib.hidden_states.store import HiddenStateStore
-from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.capture import capture_batch, stack_states
 from dflash_lib.target.loading import Target
 
-FP8_MAX = 448.0  # of e4m3
 HEAD_TOKENS = 128  # tokens whose logits are in memory at a time
 
 
@@ -35,17 +35,14 @@ def through_fp16(states: Tensor) -> Tensor:
 
 def through_fp8(states: Tensor) -> Tensor:
     """float32 states [..., H] as e4m3 with one float32 scale per token and layer, the largest value at 448."""
-    return _scaled(states, states.abs().amax(dim=-1, keepdim=True))
+    scale = states.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / FP8_MAX
+    return (states / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
 
 
 def through_fp8_one_scale(states: Tensor) -> Tensor:
     """float32 states [T, K, H] as e4m3 with one scale per token over all layers, the last included: speculators'."""
-    return _scaled(states, states.abs().amax(dim=(-2, -1), keepdim=True))
-
-
-def _scaled(states: Tensor, largest: Tensor) -> Tensor:
-    scale = largest.clamp(min=1e-30) / FP8_MAX
-    return (states / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+    stored, scales = quantize(states)
+    return stored.float() * scales
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,7 @@ def encoding_costs(target: Target, rows: Sequence[Sequence[int]], layer_ids: Seq
     sample_of, raws = [], []
     for number, row in enumerate(rows):
         sample, = capture_batch(target, [row], layer_ids)
-        last = sample.last_hidden_state_prenorm
-        states = torch.cat([sample.aux_hidden_states, last[:, None]], dim=1).float()
+        last, states = sample.last_hidden_state_prenorm, stack_states(sample).float()
         raws.append(to_raw(states))
         kept = {name: way.through(states) for name, way in WAYS.items()}
         for name, stored in kept.items():
@@ -143,7 +139,7 @@ def recomputed_error(target: Target, store: HiddenStateStore, indices: Sequence[
     errors = []
     for index in indices:
         sample, = capture_batch(target, [store.read_tokens(index)[0].tolist()], store.target_layer_ids)
-        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1).float().cpu()
+        states = stack_states(sample).float().cpu()
         stored = torch.cat([block for _, _, block in state_blocks(store, [index])])
         errors.append(relative_errors(stored, states)[1:])
     return float(torch.cat(errors).median(dim=0).values.max()) if sum(map(len, errors)) else float("nan")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dflash_lib.hidden_states.sampling import Estimate, SampleBootstrap
-from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.capture import capture_batch, stack_states
 from dflash_lib.target.loading import Target
 
 HEAD_TOKENS = 128  # tokens whose logits are in memory at a time
@@ -49,7 +49,7 @@ def logit_lens(target: Target, rows: Sequence[Sequence[int]], population: int, m
     rows = [list(row[:max_length]) for row in rows if len(row) > 1]
     for number, row in enumerate(rows):
         sample, = capture_batch(target, [row], range(target.num_layers - 1))
-        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1)  # [T, L, H]
+        states = stack_states(sample)  # [T, L, H]
         chosen = np.sort(1 + generator.permutation(len(row) - 1)[:max_tokens])
         states = states[torch.from_numpy(chosen).to(states.device)]
         own = torch.tensor([row[i] for i in chosen], device=states.device)

@@ -110,6 +110,14 @@ class CapturedSample:
     last_hidden_state_prenorm: Tensor | None
 
 
+def stack_states(sample) -> Tensor:
+    """[T, L + 1, H]: the tapped layers of a captured or stored sample and behind them its last state; [T, L, H] where
+    it has none."""
+    if sample.last_hidden_state_prenorm is None:
+        return sample.aux_hidden_states
+    return torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1)
+
+
 @torch.no_grad()
 def capture_batch(target: Target, rows: Sequence[Sequence[int]], layer_ids: Sequence[int],
                   last: bool = True, dtype: torch.dtype | None = None) -> list[CapturedSample]:

@@ -200,15 +200,20 @@ def _noted(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def why_stale(folder: Path, name: str, key: dict[str, Any]) -> str:
-    """Why the stage has to be executed, or "" when it is current."""
-    stage = _noted(folder / "stages" / f"{name}.json")
+def _readable_record(folder: Path, name: str) -> dict[str, Any] | None:
+    """A notebook's results, None when it left none or they are damaged: then it is executed again."""
     try:
         record = load_record(folder, name)
     except RunError:
-        return "its results are damaged"
-    if record is not None and not {"read_results", "files", "written", "passed", "checks"} <= record.keys():
-        return "its results are damaged"
+        return None
+    whole = record is not None and {"read_results", "files", "written", "passed", "checks"} <= record.keys()
+    return record if whole else None
+
+
+def why_stale(folder: Path, name: str, key: dict[str, Any]) -> str:
+    """Why the stage has to be executed, or "" when it is current."""
+    stage = _noted(folder / "stages" / f"{name}.json")
+    record = _readable_record(folder, name)
     if record is None or not {*key, "results_file"} <= stage.keys():
         return "not finished before"
     if stage["results_file"] != hash_file(folder / "results" / f"{name}.json"):
@@ -222,10 +227,7 @@ def why_stale(folder: Path, name: str, key: dict[str, Any]) -> str:
             return f"changed {what}: {', '.join(changed)}"
         return f"the {what}'s source changed"
     for other, before in record["read_results"].items():
-        try:
-            theirs = load_record(folder, other)
-        except RunError:
-            theirs = None
+        theirs = _readable_record(folder, other)
         if theirs is None or hash_value(theirs["results"]) != before:
             return f"the results of {other} changed"
     rewritten = _written_later(folder, name)
@@ -243,13 +245,8 @@ def _written_later(folder: Path, name: str) -> dict[str, list[int]]:
     what the training left there."""
     found = {}
     for path in sorted((folder / "results").glob("*.json")):
-        try:
-            record = load_record(folder, path.stem) if path.stem > name else None
-        except RunError:
-            continue  # that notebook is executed again, and says so
-        if record is None:
-            continue
-        for touched, signatures in record["files"].items():
+        record = _readable_record(folder, path.stem) if path.stem > name else None
+        for touched, signatures in (record or {"files": {}})["files"].items():
             found |= {file: signature for part, signature in signatures.items()
                       if (file := str(Path(touched) / part)) in record["written"]}
     return found

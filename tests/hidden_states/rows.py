@@ -7,6 +7,7 @@ import numpy as np
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
 from dflash_lib.hidden_states.extraction_worker import extract_shard
 from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan, make_plan
+from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.loading import Target
 
 
@@ -25,6 +26,12 @@ def make_prepared(target: Target, num_samples: int = 12, seed: int = 0, longest:
 def make_options(**changes) -> ExtractionOptions:
     return ExtractionOptions(**{"target_layer_ids": [1, 3, 4], "token_budget": 96, "samples_per_shard": 5, "threads": 1,
                                 **changes})
+
+
+def open_random_store(target: Target, folder: Path) -> HiddenStateStore:
+    """A store of random rows below `folder`, open."""
+    make_store(folder / "store", target, make_prepared(target))
+    return HiddenStateStore.open(folder / "store")
 
 
 def make_store(folder: Path, target: Target, prepared: PreparedRows, **changes) -> ExtractionPlan:

@@ -14,14 +14,12 @@ from dflash_lib.hidden_states.sampling import (
 )
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
-from tests.hidden_states.rows import make_prepared, make_store
+from tests.hidden_states.rows import make_prepared, make_store, open_random_store
 
 
 @pytest.fixture(scope="module")
 def store(tiny_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("states") / "store"
-    make_store(folder, tiny_llama, make_prepared(tiny_llama))
-    return HiddenStateStore.open(folder)
+    return open_random_store(tiny_llama, tmp_path_factory.mktemp("states"))
 
 
 def test_a_store_without_last_states_is_refused(tiny_llama, tmp_path):

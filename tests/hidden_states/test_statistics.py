@@ -16,16 +16,14 @@ from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.spectra import covariance_spectra, effective_rank
 from dflash_lib.hidden_states.statistics import collect_statistics
 from dflash_lib.hidden_states.store import HiddenStateStore
-from tests.hidden_states.rows import make_prepared, make_store
+from tests.hidden_states.rows import make_prepared, make_store, open_random_store
 
 SAMPLES = [0, 1, 3, 4, 6, 7, 9, 10, 11]
 
 
 @pytest.fixture(scope="module")
 def store(tiny_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("states") / "store"
-    make_store(folder, tiny_llama, make_prepared(tiny_llama))
-    return HiddenStateStore.open(folder)
+    return open_random_store(tiny_llama, tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture(scope="module")

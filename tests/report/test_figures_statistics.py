@@ -15,11 +15,10 @@ from dflash_lib.hidden_states.massive import massive_channels, massive_share
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.statistics import collect_statistics
 from dflash_lib.hidden_states.statistics_table import COLUMNS, statistics_table, write_table
-from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.report import figures_probes as probes
 from dflash_lib.report import figures_statistics as figures
 from dflash_lib.report.explorer import ONE_LAYER, ONE_SAMPLE, Explorer, explore
-from tests.hidden_states.rows import make_prepared, make_store
+from tests.hidden_states.rows import open_random_store
 from tests.report.test_figures_states import named_axes
 
 IDS = [1, 3, 4]
@@ -27,9 +26,7 @@ IDS = [1, 3, 4]
 
 @pytest.fixture(scope="module")
 def store(tiny_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("states") / "store"
-    make_store(folder, tiny_llama, make_prepared(tiny_llama))
-    return HiddenStateStore.open(folder)
+    return open_random_store(tiny_llama, tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
 from dflash_lib.hidden_states.store import StoredSample
+from dflash_lib.target.capture import stack_states
 from dflash_lib.target.loading import Target
 
 
@@ -26,7 +27,7 @@ class CapturedStates:
     def read(self, i: int) -> SourceSample:
         """Sample `i`."""
         sample = self.samples[i]
-        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1)
+        states = stack_states(sample)
         return SourceSample(name=self.names[i], sample_id="", input_ids=sample.input_ids.astype(np.int64),
                             loss_mask=sample.loss_mask, states=states)
 

@@ -98,10 +98,9 @@ def run_audit(options) -> Audit:
     if options.samples < 1:
         raise StoreError(f"--samples {options.samples}: at least one has to be recomputed")
     target = load_target(options.target, options.dtype, options.device)
-    stated = stated_identity(source)
-    computed_in = options.computed_in or (stated or {}).get("dtype")
-    if computed_in != "float32" or options.dtype != "float32":
-        computed_in = options.computed_in
+    stated, computed_in = stated_identity(source), options.computed_in
+    if computed_in is None and stated is not None and stated["dtype"] == options.dtype == "float32":
+        computed_in = "float32"
     with Progress(min(options.samples, len(source)), "audit", "samples") as progress:
         audit = audit_states(source, target, options.samples, options.seed, layer_ids=options.target_layer_ids,
                              computed_in=computed_in, scan=options.scan, name=str(options.states),

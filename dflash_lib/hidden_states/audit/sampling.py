@@ -50,7 +50,7 @@ def coverage(num_samples: int, num_audited: int, num_drawn: int) -> str:
                 "said of the others")
     least = least_seen(num_samples - (num_audited - num_drawn), num_drawn)
     picked = num_audited - num_drawn
-    names = ", ".join(("the first", "the last", "the longest", "the shortest")[:picked])
+    names = "the first and the last" if picked <= 2 else "the first, the last, the longest and the shortest"
     how = f", {num_drawn} drawn at random" + (f" and {picked} picked ({names})" if picked else "")
     return (f"{num_audited} of {num_samples} samples were recomputed{how}: a fault in {least} or more samples "
             f"({100 * least / num_samples:.2g} %) would have been seen with at least {100 * CONFIDENCE:.0f} % "

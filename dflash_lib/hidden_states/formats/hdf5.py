@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.target.capture import stack_states
 
 
 class StoreSource(Samples):
@@ -30,11 +30,8 @@ class StoreSource(Samples):
 
     def read(self, i: int) -> SourceSample:
         sample = self.store.read(self.indices[i])
-        states = sample.aux_hidden_states
-        if sample.last_hidden_state_prenorm is not None:
-            states = torch.cat([states, sample.last_hidden_state_prenorm[:, None]], dim=1)
         return SourceSample(name=self.names[i], sample_id="", input_ids=sample.input_ids.astype(np.int64),
-                            loss_mask=sample.loss_mask, states=states)
+                            loss_mask=sample.loss_mask, states=stack_states(sample))
 
     def read_tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         ids, mask = self.store.read_tokens(self.indices[i])

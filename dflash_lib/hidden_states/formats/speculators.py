@@ -8,6 +8,7 @@ num_hidden_layers. Source: speculators and hs-connectors 0.9.0, read from the da
 keep the ids in no file, so the files written here carry them as metadata.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -215,8 +216,6 @@ def writing_failed(path: Path, error: Exception) -> StoreError:
 def write_rows(folder: Path | str, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Writes the Arrow data set of input_ids and loss_mask, row by row, the same bytes every time; `state.json`, which
     makes it one, comes last. Raises StoreError when writing fails."""
-    import hashlib
-
     import pyarrow as pa
     from datasets import Dataset, Features, Value, disable_progress_bars, enable_progress_bars
     from datasets import Sequence as Items

@@ -25,7 +25,7 @@ from dflash_lib.hidden_states.formats.speculators import (
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import StoredSample
 from dflash_lib.hidden_states.verify import StoreCheck, count_different
-from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.capture import capture_batch, stack_states
 from dflash_lib.target.loading import Target
 
 
@@ -45,7 +45,7 @@ def write_speculators(folder: Path | str, samples: Sequence[StoredSample], targe
         shutil.rmtree(folder)
     layer_ids = [*speculators_layer_ids(target_layer_ids), num_hidden_layers]
     for i, sample in enumerate(samples):
-        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1).bfloat16()
+        states = stack_states(sample).bfloat16()
         write_states(state_file(folder, i), sample.input_ids, states, None, layer_ids)
     write_rows(folder, ((sample.input_ids, sample.loss_mask) for sample in samples))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.target.capture import stack_states
 
 try:
     from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
@@ -47,7 +48,7 @@ class StoreTransfer(HiddenStatesTransfer):
         if not 0 <= file_idx < len(self.indices):
             return None
         sample = self.store.read(self.indices[file_idx])
-        states = torch.cat([sample.aux_hidden_states, sample.last_hidden_state_prenorm[:, None]], dim=1)
+        states = stack_states(sample)
         return {"hidden_states": states, "token_ids": torch.from_numpy(sample.input_ids.astype(np.int64))}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:

@@ -166,8 +166,8 @@ def test_coverage_against_counting():
     seen = [sum(min(draw) < n for draw in draws) / len(draws) for n in range(13)]
     assert least == 8 and seen[least] >= 0.95 and (1 - (least - 1) / 12) ** 3 > 0.05
     assert "every one of the 5 samples" in coverage(5, 5, 1) and "nothing can be said" in coverage(9, 2, 0)
-    assert ("8 of 1000 samples were recomputed, 4 drawn at random and 4 picked (the first, the last, the longest, "
-            "the shortest): a fault in 526 or more samples (53 %)") in coverage(1000, 8, 4)
+    assert ("8 of 1000 samples were recomputed, 4 drawn at random and 4 picked (the first, the last, the longest "
+            "and the shortest): a fault in 526 or more samples (53 %)") in coverage(1000, 8, 4)
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "fp16", "fp8", "fp8 a token"])
@@ -218,7 +218,7 @@ def test_a_fault_in_one_sample_that_was_not_drawn_is_said_to_be_possible(tiny_ll
     rows = make_rows(np.random.default_rng(3), tiny_llama, 20)
     source = extract(tiny_llama, rows, IDS)
     audit = audit_states(source, tiny_llama, 5)
-    assert ("5 of 20 samples were recomputed, 3 drawn at random and 2 picked (the first, the last): a fault in 12 or "
+    assert ("5 of 20 samples were recomputed, 3 drawn at random and 2 picked (the first and the last): a fault in 12 or "
             "more samples (60 %)") in audit.verdict
     unseen = next(i for i in range(20) if i not in audit.audited)
     source.samples[unseen] = make_sample(unseen, rows[unseen], states_of(tiny_llama, rows[unseen], IDS).roll(1, 0))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states.formats import open_states
+from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
 from dflash_lib.hidden_states.plan import ExtractionPlan, make_plan
 from dflash_lib.hidden_states.shards import ShardWriter
 from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample
@@ -101,3 +103,10 @@ class Mark:
 
     def __reduce__(self):
         return (Path.write_text, (self.path, "code ran"))
+
+
+def export_both(store: Path, folder: Path) -> Path:
+    """A store in speculators' layout, below `folder` in bf16 and fp8. Shared: copy one before changing anything."""
+    for encoding in ("bf16", "fp8"):
+        convert(open_states(store), folder / encoding, ConvertOptions(to="speculators", encoding=encoding), show=False)
+    return folder

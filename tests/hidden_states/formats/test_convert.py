@@ -23,6 +23,7 @@ from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from tests.hidden_states.formats.layouts import (
     IDS,
+    export_both,
     make_random_store,
     read_all,
     write_model_optimizer,
@@ -58,11 +59,7 @@ def samples(store):
 
 @pytest.fixture(scope="module")
 def exported(store, tmp_path_factory):
-    """The store in speculators' layout, bf16 and fp8. Shared: copy one before changing anything."""
-    folder = tmp_path_factory.mktemp("exported")
-    for encoding in ("bf16", "fp8"):
-        to(store, folder / encoding, "speculators", encoding=encoding)
-    return folder
+    return export_both(store, tmp_path_factory.mktemp("exported"))
 
 
 def same_samples(ours, theirs, last=True):

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_lib.hidden_states.formats import POST_NORM, PRE_NORM, open_states
-from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
 from dflash_lib.hidden_states.formats.speculators import state_file
 from dflash_lib.hidden_states.schema import StoreError
 from tests.hidden_states.formats.layouts import (
     IDS,
     Mark,
+    export_both,
     make_random_store,
     model_optimizer_sample,
     read_all,
@@ -39,11 +39,7 @@ def samples(store):
 
 @pytest.fixture(scope="module")
 def exported(store, tmp_path_factory):
-    """The store in speculators' layout, bf16 and fp8. Shared: copy one before changing anything."""
-    folder = tmp_path_factory.mktemp("exported")
-    for encoding in ("bf16", "fp8"):
-        convert(open_states(store), folder / encoding, ConvertOptions(to="speculators", encoding=encoding), show=False)
-    return folder
+    return export_both(store, tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture
