@@ -218,8 +218,8 @@ def test_a_fault_in_one_sample_that_was_not_drawn_is_said_to_be_possible(tiny_ll
     rows = make_rows(np.random.default_rng(3), tiny_llama, 20)
     source = extract(tiny_llama, rows, IDS)
     audit = audit_states(source, tiny_llama, 5)
-    assert ("5 of 20 samples were recomputed, 3 drawn at random and 2 picked (the first and the last): a fault in 12 or "
-            "more samples (60 %)") in audit.verdict
+    assert ("5 of 20 samples were recomputed, 3 drawn at random and 2 picked (the first and the last): a fault in 12 "
+            "or more samples (60 %)") in audit.verdict
     unseen = next(i for i in range(20) if i not in audit.audited)
     source.samples[unseen] = make_sample(unseen, rows[unseen], states_of(tiny_llama, rows[unseen], IDS).roll(1, 0))
     assert audit_states(source, tiny_llama, 5).ok  # what it said of rarer faults
