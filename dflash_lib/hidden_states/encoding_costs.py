@@ -66,7 +66,7 @@ class EncodingCost:
     """name: as in WAYS. errors: [K] median over tokens behind position 0 of |stored - computed| / |computed|; at_0: [K]
     the same of position 0; changed: share of tokens whose top-1 changes when the last state is stored so (ties are no
     change), a number; infinite: values that overflow; bytes_per_token: with the last state in bf16 for fp8 with a scale
-    per layer, as the store keeps it, in fp8 for one scale."""
+    per layer, in fp8 for one scale."""
 
     name: str
     errors: Estimate
