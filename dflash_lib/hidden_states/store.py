@@ -10,15 +10,22 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
+from dflash_lib.hidden_states.encode import dequantize_fp8
 from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import (
     AUX,
+    AUX_SCALES,
     LAST,
+    LAST_ROWS,
     SCHEMA,
     SMALL,
+    TOPK_IDS,
+    TOPK_LOGITS,
+    TOPK_LOGSUMEXP,
     StoreError,
     from_raw,
     get_attribute,
@@ -33,15 +40,29 @@ CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples sh
 
 
 @dataclass(frozen=True)
+class TopLogits:
+    """The target's k largest logits at R rows: ids int32 [R, k], logits float32 [R, k] in descending order, logsumexp
+    over the whole vocabulary float32 [R]."""
+
+    ids: Tensor
+    logits: Tensor
+    logsumexp: Tensor
+
+
+@dataclass(frozen=True)
 class StoredSample:
-    """input_ids int32 [T]; loss_mask uint8 [T]; aux_hidden_states bfloat16 [T, L, H]; last_hidden_state_prenorm
-    bfloat16 [T, H], None in a store without it. sample_index: row in the prepared data."""
+    """input_ids int32 [T]; loss_mask uint8 [T]; aux_hidden_states bfloat16 [T, L, H], of an fp8 store decoded;
+    last_hidden_state_prenorm bfloat16 [T, H], or [R, H] at the token rows last_rows int64 [R] where the store has these
+    only, None in a store without it; top_logits: in its place, at the same rows. sample_index: row in the prepared
+    data."""
 
     sample_index: int
     input_ids: np.ndarray
     loss_mask: np.ndarray
     aux_hidden_states: Tensor
     last_hidden_state_prenorm: Tensor | None
+    last_rows: Tensor | None = None
+    top_logits: TopLogits | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,14 @@ def missing_shards(store: Path | str, plan: ExtractionPlan) -> tuple[list[int], 
     return missing, damaged
 
 
+def describe_last_state(plan: ExtractionPlan) -> str:
+    """Where and how the last hidden state is stored, in words."""
+    return {"all": "before the final norm, of every token",
+            "supervised": "before the final norm, at the rows that predict a supervised token",
+            "topk": f"as the target's {plan.topk} largest logits at the rows that predict a supervised token",
+            "none": "not stored"}[plan.last_state]
+
+
 class HiddenStateStore:
     """A store opened for reading. Files are opened by the process that reads from them, never carried over a fork."""
 
@@ -99,6 +128,8 @@ class HiddenStateStore:
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
+        self._last_rows: dict[int, np.ndarray] = {}  # of the open files
+        self._dtypes = {stored.name: stored.dtype for stored in plan.datasets}
         self._checked: set[int] = set()
         self._pid = os.getpid()
 
@@ -188,7 +219,9 @@ class HiddenStateStore:
             except OSError as error:
                 raise StoreError(f"{path}: cannot be opened ({error})") from error
             if len(self._files) > NUM_OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
+                oldest, file = self._files.popitem(last=False)
+                file.close()
+                self._last_rows.pop(oldest, None)
         self._files.move_to_end(shard)
         return self._files[shard]
 
@@ -204,7 +237,8 @@ class HiddenStateStore:
         such look: HDF5 compares each chunk's own checksum when it is read."""
         file = self.file(shard)
         if shard not in self._checked:
-            wrong = [name for name in SMALL if not has_digest(file[name], hashlib.sha256(file[name][:]))]
+            small = [*SMALL, *([LAST_ROWS] if LAST_ROWS in self._dtypes else [])]
+            wrong = [name for name in small if not has_digest(file[name], hashlib.sha256(file[name][:]))]
             if wrong:
                 raise StoreError(f"{self.folder / shard_name(shard)}: {', '.join(wrong)}: not what was written. "
                                  f"{repair(shard_name(shard))}")
@@ -219,14 +253,39 @@ class HiddenStateStore:
         try:
             return StoredSample(
                 sample_index, file["input_ids"][start:stop], file["loss_mask"][start:stop],
-                from_raw(read_raw(file[AUX], start, stop)),
-                from_raw(read_raw(file[LAST], start, stop)) if LAST in file else None)
+                self._aux(file, start, stop), **self._last(shard, file, start, stop))
         except (OSError, KeyError) as error:
             raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
                              f"{repair(shard_name(shard))}") from error
 
+    def _rows(self, file: h5py.File, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one dataset, as they are stored."""
+        return from_raw(read_raw(file[name], start, stop, self._dtypes[name]))
+
+    def _aux(self, file: h5py.File, start: int, stop: int) -> Tensor:
+        aux = self._rows(file, AUX, start, stop)
+        if AUX_SCALES in self._dtypes:
+            return dequantize_fp8(aux, self._rows(file, AUX_SCALES, start, stop)).bfloat16()
+        return aux
+
+    def _last(self, shard: int, file: h5py.File, start: int, stop: int) -> dict[str, Tensor | TopLogits | None]:
+        """The last state of rows start:stop of a shard, in the form that the store has."""
+        if LAST_ROWS not in self._dtypes:
+            last = self._rows(file, LAST, start, stop) if LAST in self._dtypes else None
+            return {"last_hidden_state_prenorm": last}
+        if shard not in self._last_rows:
+            self._last_rows[shard] = file[LAST_ROWS][:]
+        rows = self._last_rows[shard]
+        first, end = np.searchsorted(rows, [start, stop]).tolist()
+        found = {"last_hidden_state_prenorm": None, "last_rows": torch.from_numpy(rows[first:end] - start)}
+        if LAST in self._dtypes:
+            return {**found, "last_hidden_state_prenorm": self._rows(file, LAST, first, end)}
+        top = [self._rows(file, name, first, end) for name in (TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP)]
+        return {**found, "top_logits": TopLogits(*top)}
+
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""
+        self._last_rows.clear()
         while self._files:
             self._files.popitem()[1].close()
 
@@ -237,7 +296,7 @@ class HiddenStateStore:
         self.close()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_files": OrderedDict()}  # a spawned worker opens its own
+        return {**self.__dict__, "_files": OrderedDict(), "_last_rows": {}}  # a spawned worker opens its own
 
     def describe(self) -> str:
         """What the store holds, as a few lines of text."""
@@ -251,8 +310,9 @@ class HiddenStateStore:
             ("target", f"{plan.target['name']} ({plan.target['dtype']}, weights {plan.target['weights'][:12]}), "
                        f"{plan.num_hidden_layers} layers of {plan.hidden_size}"),
             ("aux hidden states", f"outputs of layers {plan.target_layer_ids}"),
-            ("last hidden state", "before the final norm" if plan.last else "not stored"),
-            ("encoding", plan.encoding),
+            ("last hidden state", describe_last_state(plan)),
+            ("encoding", plan.encoding + (", a float32 scale for each token and layer" if AUX_SCALES in self._dtypes
+                                          else "")),
             ("samples", f"{self.num_samples} of {plan.num_samples}, {lengths.min()} to "
                         f"{lengths.max()} tokens" if len(lengths) else "none yet"),
             ("tokens", f"{tokens}, {supervised} supervised"),
