@@ -4,6 +4,7 @@ On CUDA the encoded states are copied into pinned memory on a stream of their ow
 thread that writes them waits for the copy.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class BatchRunner:
         self.too_large: int | None = None  # the fewest padded tokens that did not fit
         self.num_splits = 0
         self.stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None  # of the newest batch
+        self._copied: deque[torch.cuda.Event] = deque()  # of the newest batches
 
     def run(self, batch: Sequence[int], write: Callable[[Callable[[ShardWriter], None]], None]) -> None:
         """Captures the samples `batch` and passes what has to be done with the shard's writer, in order, to `write`."""
@@ -74,7 +75,7 @@ class BatchRunner:
         self.too_large = padded if self.too_large is None else min(padded, self.too_large)
         if len(batch) == 1:
             ids, mask = self.prepared.row(batch[0])
-            reason = f"out of memory: a sample of {len(ids)} tokens does not fit on {self.target.device}"
+            reason = f"out of memory: {len(ids)} tokens alone do not fit ({self.target.device.type})"
             write(_OnHost([(batch[0], ids, mask, reason)], None).write)
             return [batch]
         half = (len(batch) + 1) // 2
@@ -89,23 +90,24 @@ class BatchRunner:
             if not is_out_of_memory(error):
                 raise
         if self.stream is not None:
+            self._copied.clear()
             self.stream.synchronize()  # what is being copied goes, too
             torch.cuda.empty_cache()
         return None
 
     def _capture(self, batch: list[int]) -> _OnHost:
         rows = [self.prepared.row(index) for index in batch]
-        # One batch's states may wait on the device for their copy while the next is computed, not more: the batch
-        # before it is then long computed, so this waits for its copy alone and the device has work meanwhile.
-        before, self._copied = self._copied, None
-        if before is not None:
-            before.synchronize()
+        # The states of two batches may be on the device: those being copied, and those being computed. Kernels run
+        # behind this thread, so it waits here, for the batch before the last, while the device has the last to do.
+        while len(self._copied) > 1:
+            self._copied.popleft().synchronize()
         samples = capture_batch(self.target, [ids for ids, _ in rows], self.plan.target_layer_ids,
                                 self.plan.last_state != "none")
         encoded = [encode_sample(self.target, self.plan, mask, sample)
                    for (_, mask), sample in zip(rows, samples, strict=True)]
         on_host, event = self._to_host(encoded)
-        self._copied = event
+        if event is not None:
+            self._copied.append(event)
         return _OnHost([(index, ids, mask, states) for index, (ids, mask), states
                         in zip(batch, rows, on_host, strict=True)], event)
 

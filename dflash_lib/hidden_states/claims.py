@@ -59,8 +59,9 @@ class Claims:
         claims.receive()
         return claims
 
-    def publish(self, todo: list[int], job: dict[str, Any] | None = None, num_quarantined: int = 0) -> None:
-        """Tells all workers the job's shards in the order in which they are claimed, and what else they need."""
+    def publish(self, todo: list[int], num_quarantined: int = 0, job: dict[str, Any] | None = None) -> None:
+        """Tells all workers the job's shards in the order in which they are claimed, and the job; num_quarantined:
+        samples that finished shards left out."""
         self.store.add("quarantined", num_quarantined)
         self.store.set("job", json.dumps({"todo": todo, "job": job}))
 
@@ -84,6 +85,14 @@ class Claims:
                 return shard
             if self.store.add("done", 0) >= len(self.todo):
                 return None
+            while_waiting()
+            self._look_for_dead()
+            time.sleep(POLL_S)
+
+    def wait_for_the_end(self, while_waiting: Callable[[], None]) -> None:
+        """Waits until all shards are done. Raises WorkerFailed as `next` does."""
+        while self.store.add("done", 0) < len(self.todo):
+            self.check()
             while_waiting()
             self._look_for_dead()
             time.sleep(POLL_S)

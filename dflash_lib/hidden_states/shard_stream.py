@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.shards import ShardWriter
 
@@ -30,10 +31,10 @@ class ShardStream:
     exception drops what is queued and removes the unfinished file.
     """
 
-    def __init__(self, store: Path | str, plan: ExtractionPlan,
+    def __init__(self, store: Path | str, plan: ExtractionPlan, prepared: PreparedRows,
                  on_written: Callable[[int, int], None] = lambda _shard, _bytes: None,
                  before_publishing: Callable[[ShardWriter], None] = lambda _writer: None):
-        self.store, self.plan = store, plan
+        self.store, self.plan, self.prepared = store, plan, prepared
         self.on_written, self.before_publishing = on_written, before_publishing
         self._queue: queue.Queue[tuple[int, Callable[[ShardWriter], Any] | None]] = queue.Queue(QUEUED)
         self._error: BaseException | None = None
@@ -93,7 +94,8 @@ class ShardStream:
         try:
             while True:
                 shard, action = self._take()
-                with ShardWriter(self.store, self.plan, shard) as writer:
+                masks = [self.prepared.row(index)[1] for index in self.plan.samples_of(shard)]
+                with ShardWriter(self.store, self.plan, shard, masks) as writer:
                     while action is not None:
                         action(writer)
                         action = None  # or it would keep its batch in memory while the next is awaited
