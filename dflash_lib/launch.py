@@ -85,6 +85,9 @@ class Nodes:
                 f"--rdzv-conf={settings}"]
 
 
+ONE_MACHINE = Nodes()
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Asks for SIGTERM when the process that started this one ends; leaves at once when it has ended already."""
     parent = os.getppid() if parent is None else parent
@@ -140,14 +143,15 @@ def _terminate(process: subprocess.Popen) -> None:
 
 
 def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: Path | str, threads: int,
-                 on_progress: Callable[[dict], None] | None = None, nodes: Nodes = Nodes(),
+                 on_progress: Callable[[dict], None] | None = None, nodes: Nodes = ONE_MACHINE,
                  environment: Mapping[str, str] | None = None) -> None:
     """Runs `python -m module args` in `num_processes` processes and returns when all have ended well.
 
     log_dir: gets `<last part of module>.log`, the whole output of all ranks of this machine (`.node1.log` and so on for
     machines behind the first); threads: OMP_NUM_THREADS of each process; on_progress: called in this thread with the
-    fields of each `report_progress` of this machine's ranks; environment: more variables for the workers. Any exception raised here, Ctrl-C
-    and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. The workers get this
+    fields of each `report_progress` of this machine's ranks; environment: more variables for the workers.
+
+    Any exception raised here, Ctrl-C and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. The workers get this
     repository and PYTHONPATH as their import path, not what else this process has in `sys.path`.
     """
     log_dir = Path(log_dir)

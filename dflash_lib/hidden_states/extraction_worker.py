@@ -65,7 +65,8 @@ class _Worker:
         self.said = time.monotonic()
         seconds = self.said - self.began if self.began is not None else 0.0
         self.report(rank=self.claims.rank, pid=os.getpid(), device=self.device, shard=self.shard, tokens=self.tokens,
-                    seconds=seconds, bytes_written=self.bytes_written, num_splits=self.num_splits, state=self.state, error=self.error)
+                    seconds=seconds, bytes_written=self.bytes_written, num_splits=self.num_splits, state=self.state,
+                    error=self.error)
 
     def wait(self, stream: ShardStream) -> None:
         """What is done while no shard can be had."""
@@ -162,6 +163,8 @@ def main(path: str) -> None:
         job = ExtractionJob.load(path)
         claims.publish(job.todo, job.num_quarantined, asdict(job))
     job = ExtractionJob(**claims.receive())
+    if not job.todo:
+        return  # only to let the other machines know
     gpus = os.environ.get(GPUS)
     device = f"cuda:{gpus.split(',')[local]}" if gpus else job.device
     torch.set_num_threads(job.threads)

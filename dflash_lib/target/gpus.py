@@ -83,8 +83,8 @@ def choose_gpus(wanted: Sequence[int] | None) -> GpuChoice:
     """
     num = torch.cuda.device_count()
     if num == 0:
-        raise TargetError("gpus: PyTorch sees no CUDA device (python -m dflash_lib doctor says why); device: cpu always "
-                          "works")
+        raise TargetError("gpus: PyTorch sees no CUDA device (python -m dflash_lib doctor says why); device: cpu "
+                          "always works")
     if wanted is not None:
         for number in wanted:
             if type(number) is not int or not 0 <= number < num:

@@ -128,8 +128,8 @@ def gpu_lines() -> list[Line]:
         found = f"{card.name}, {card.total} MiB, {card.used} MiB used, driver {card.driver}"
         lines.append(Line(AMBER if card.busy else GREEN, f"GPU {card.index}", found + (
             f"; {card.users}" if card.others else ""),
-            "in use: 04_extract leaves it out unless gpus names it; for the rest wait for its user, or leave it out with "
-            "CUDA_VISIBLE_DEVICES" if card.busy else ""))
+            "in use: 04_extract leaves it out unless gpus names it; for the rest wait for its user, or leave it out "
+            "with CUDA_VISIBLE_DEVICES" if card.busy else ""))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cards and not torch.cuda.is_available():
         lines.append(Line(RED, "PyTorch and GPUs", f"PyTorch {torch.__version__} sees none of {len(cards)} GPUs",
