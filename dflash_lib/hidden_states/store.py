@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
-from dflash_lib.hidden_states.encode import dequantize_fp8
+from dflash_lib.hidden_states.encode import EncodedSample, dequantize_fp8
 from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import (
     AUX,
@@ -26,17 +27,17 @@ from dflash_lib.hidden_states.schema import (
     TOPK_IDS,
     TOPK_LOGITS,
     TOPK_LOGSUMEXP,
+    StateDataset,
     StoreError,
     from_raw,
     get_attribute,
     has_digest,
-    read_raw,
     repair,
     shard_name,
 )
+from dflash_lib.hidden_states.shard_file import ShardFile
 
 NUM_OPEN_FILES = 32
-CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class TopLogits:
     ids: Tensor
     logits: Tensor
     logsumexp: Tensor
+
+    def to(self, device: torch.device) -> "TopLogits":
+        """The same on `device`."""
+        return TopLogits(self.ids.to(device), self.logits.to(device), self.logsumexp.to(device))
+
+    def __getitem__(self, where) -> "TopLogits":
+        """Those of some rows."""
+        return TopLogits(self.ids[where], self.logits[where], self.logsumexp[where])
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,8 @@ class HiddenStateStore:
         self.folder, self.plan, self.shards = folder, plan, shards
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
-        self._files: OrderedDict[int, h5py.File] = OrderedDict()
-        self._last_rows: dict[int, np.ndarray] = {}  # of the open files
-        self._dtypes = {stored.name: stored.dtype for stored in plan.datasets}
+        self._files: OrderedDict[int, ShardFile] = OrderedDict()
+        self._has_last_rows = any(stored.name == LAST_ROWS for stored in plan.datasets)
         self._checked: set[int] = set()
         self._pid = os.getpid()
 
@@ -176,6 +184,10 @@ class HiddenStateStore:
         """Sample indices (rows of the prepared data) that the store holds, ascending."""
         return sorted(self._where)
 
+    def in_file_order(self, sample_indices: Sequence[int]) -> list[int]:
+        """The same samples in the order in which the shards hold them: who goes through many opens each file once."""
+        return sorted(sample_indices, key=self._locate)
+
     @property
     def num_samples(self) -> int:
         return len(self._where)
@@ -209,19 +221,21 @@ class HiddenStateStore:
         return self._where[sample_index]
 
     def file(self, shard: int) -> h5py.File:
+        """The opened file of a shard, as HDF5 has it."""
+        return self._open(shard).hdf5
+
+    def _open(self, shard: int) -> ShardFile:
         """The opened file of a shard; the least recently used ones are closed again."""
         if os.getpid() != self._pid:  # forked: the handles are the parent's
             self._files, self._pid = OrderedDict(), os.getpid()
         if shard not in self._files:
             path = self.folder / shard_name(shard)
             try:
-                self._files[shard] = h5py.File(path, "r", locking=False, rdcc_nbytes=CACHE_BYTES)
+                self._files[shard] = ShardFile(path)
             except OSError as error:
                 raise StoreError(f"{path}: cannot be opened ({error})") from error
             if len(self._files) > NUM_OPEN_FILES:
-                oldest, file = self._files.popitem(last=False)
-                file.close()
-                self._last_rows.pop(oldest, None)
+                self._files.popitem(last=False)[1].close()
         self._files.move_to_end(shard)
         return self._files[shard]
 
@@ -230,62 +244,67 @@ class HiddenStateStore:
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
         file = self._checked_file(shard)
-        return file["input_ids"][start:stop], file["loss_mask"][start:stop]
+        return file.small("input_ids")[start:stop].copy(), file.small("loss_mask")[start:stop].copy()
 
-    def _checked_file(self, shard: int) -> h5py.File:
-        """`file`, whose small datasets were once compared with their checksums by this process. The states need no
-        such look: HDF5 compares each chunk's own checksum when it is read."""
-        file = self.file(shard)
+    def _checked_file(self, shard: int) -> ShardFile:
+        """`_open`, whose small datasets were once compared with their checksums by this process. The states need no
+        such look: each sample, or each chunk, has a checksum of its own, which is compared at every read."""
+        file = self._open(shard)
         if shard not in self._checked:
-            small = [*SMALL, *([LAST_ROWS] if LAST_ROWS in self._dtypes else [])]
-            wrong = [name for name in small if not has_digest(file[name], hashlib.sha256(file[name][:]))]
+            small = [*SMALL, *([LAST_ROWS] if self._has_last_rows else [])]
+            wrong = [name for name in small if not has_digest(file.hdf5[name], hashlib.sha256(file.small(name)))]
             if wrong:
                 raise StoreError(f"{self.folder / shard_name(shard)}: {', '.join(wrong)}: not what was written. "
                                  f"{repair(shard_name(shard))}")
             self._checked.add(shard)
         return file
 
-    def read(self, sample_index: int) -> StoredSample:
-        """One whole sample. Raises StoreError when the store lacks it or its bytes cannot be read."""
+    def read_encoded(self, sample_index: int) -> EncodedSample:
+        """The states of one sample as they are stored, rows of the last state numbered within it. Raises StoreError
+        when the store lacks it or its bytes cannot be read."""
         shard, row = self._locate(sample_index)
-        start, stop = self.shards[shard].offsets[row:row + 2].tolist()
         file = self._checked_file(shard)
         try:
-            return StoredSample(
-                sample_index, file["input_ids"][start:stop], file["loss_mask"][start:stop],
-                self._aux(file, start, stop), **self._last(shard, file, start, stop))
+            tensors = {stored.name: from_raw(file.rows(stored, first, end, row))
+                       for stored, first, end in self._ranges(file, shard, row)}
         except (OSError, KeyError) as error:
             raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
                              f"{repair(shard_name(shard))}") from error
+        if LAST_ROWS in tensors:
+            tensors[LAST_ROWS] = tensors[LAST_ROWS] - int(self.shards[shard].offsets[row])
+        return EncodedSample(tensors)
 
-    def _rows(self, file: h5py.File, name: str, start: int, stop: int) -> Tensor:
-        """Rows of one dataset, as they are stored."""
-        return from_raw(read_raw(file[name], start, stop, self._dtypes[name]))
+    def _ranges(self, file: ShardFile, shard: int, row: int) -> Iterator[tuple[StateDataset, int, int]]:
+        """The datasets of a shard's states, with the rows in each that belong to its sample number `row`."""
+        start, stop = first, end = self.shards[shard].offsets[row:row + 2].tolist()
+        if self._has_last_rows:
+            first, end = np.searchsorted(file.small(LAST_ROWS), [start, stop]).tolist()
+        for stored in self.plan.datasets:
+            yield (stored, start, stop) if stored.per_token else (stored, first, end)
 
-    def _aux(self, file: h5py.File, start: int, stop: int) -> Tensor:
-        aux = self._rows(file, AUX, start, stop)
-        if AUX_SCALES in self._dtypes:
-            return dequantize_fp8(aux, self._rows(file, AUX_SCALES, start, stop)).bfloat16()
-        return aux
+    def read_ahead(self, sample_indices: Sequence[int]) -> None:
+        """Has the system fetch these samples from the disk meanwhile; their `read` then does not wait for it. A hint:
+        what is wrong with them, `read` will say."""
+        for index in sample_indices:
+            shard, row = self._locate(index)
+            with suppress(OSError, KeyError):
+                file = self._checked_file(shard)
+                for stored, first, end in self._ranges(file, shard, row):
+                    file.read_ahead(stored, first, end)
 
-    def _last(self, shard: int, file: h5py.File, start: int, stop: int) -> dict[str, Tensor | TopLogits | None]:
-        """The last state of rows start:stop of a shard, in the form that the store has."""
-        if LAST_ROWS not in self._dtypes:
-            last = self._rows(file, LAST, start, stop) if LAST in self._dtypes else None
-            return {"last_hidden_state_prenorm": last}
-        if shard not in self._last_rows:
-            self._last_rows[shard] = file[LAST_ROWS][:]
-        rows = self._last_rows[shard]
-        first, end = np.searchsorted(rows, [start, stop]).tolist()
-        found = {"last_hidden_state_prenorm": None, "last_rows": torch.from_numpy(rows[first:end] - start)}
-        if LAST in self._dtypes:
-            return {**found, "last_hidden_state_prenorm": self._rows(file, LAST, first, end)}
-        top = [self._rows(file, name, first, end) for name in (TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP)]
-        return {**found, "top_logits": TopLogits(*top)}
+    def read(self, sample_index: int) -> StoredSample:
+        """One whole sample, decoded. Raises StoreError when the store lacks it or its bytes cannot be read."""
+        input_ids, loss_mask = self.read_tokens(sample_index)
+        tensors = self.read_encoded(sample_index).tensors
+        aux = tensors[AUX]
+        if AUX_SCALES in tensors:
+            aux = dequantize_fp8(aux, tensors[AUX_SCALES]).bfloat16()
+        top = TopLogits(*(tensors[name] for name in (TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP))) if (
+            TOPK_IDS in tensors) else None
+        return StoredSample(sample_index, input_ids, loss_mask, aux, tensors.get(LAST), tensors.get(LAST_ROWS), top)
 
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""
-        self._last_rows.clear()
         while self._files:
             self._files.popitem()[1].close()
 
@@ -296,7 +315,7 @@ class HiddenStateStore:
         self.close()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_files": OrderedDict(), "_last_rows": {}}  # a spawned worker opens its own
+        return {**self.__dict__, "_files": OrderedDict()}  # a spawned worker opens its own
 
     def describe(self) -> str:
         """What the store holds, as a few lines of text."""
@@ -311,8 +330,7 @@ class HiddenStateStore:
                        f"{plan.num_hidden_layers} layers of {plan.hidden_size}"),
             ("aux hidden states", f"outputs of layers {plan.target_layer_ids}"),
             ("last hidden state", describe_last_state(plan)),
-            ("encoding", plan.encoding + (", a float32 scale for each token and layer" if AUX_SCALES in self._dtypes
-                                          else "")),
+            ("encoding", plan.encoding),
             ("samples", f"{self.num_samples} of {plan.num_samples}, {lengths.min()} to "
                         f"{lengths.max()} tokens" if len(lengths) else "none yet"),
             ("tokens", f"{tokens}, {supervised} supervised"),
