@@ -120,12 +120,14 @@ class Job:
 
     def extract(self, folder: Path) -> float:
         """Seconds of the worker's way through the shards, files on the disk and all."""
-        from dflash_lib.hidden_states.extraction_worker import extract_shard
+        from dflash_lib.hidden_states.claims import Claims
+        from dflash_lib.hidden_states.extraction_worker import work
+        from dflash_lib.hidden_states.job import ExtractionJob
 
         with tempfile.TemporaryDirectory(dir=folder) as store:
+            job = ExtractionJob(store=store, model="", prepared="", todo=self.shards)
             start = time.perf_counter()
-            for shard in self.shards:
-                extract_shard(self.target, self.prepared, self.plan, store, shard)
+            work(job, self.target, Claims.alone(self.shards), opened=(self.plan, self.prepared))
             return time.perf_counter() - start
 
     def forward(self) -> None:

@@ -89,7 +89,7 @@ def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, com
 
     training = TrainingData(store, indices, batch_samples=4, anchors_per_sample=32, slots_per_anchor=2, block_size=8,
                             mask_token_id=0, gamma=1.5, need_last=True, seed=0)
-    trained = [index for number in range(num_reads // 4) for index in training.indices(number)]
+    trained = [index for number in range(num_reads // 4) for _, index in training.chosen(number)]
     # the reads of both sides are the same samples; one after another is each side's own order on the disk
     cases = [("random", shuffled, shuffled, ours(shuffled)), ("one after another", stored, indices, ours(stored)),
              ("random, made into batches of 4", trained, trained, batches(training))]

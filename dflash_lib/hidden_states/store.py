@@ -287,7 +287,7 @@ class HiddenStateStore:
         what is wrong with them, `read` will say."""
         for index in sample_indices:
             shard, row = self._locate(index)
-            with suppress(OSError, KeyError):
+            with suppress(StoreError, OSError, KeyError):
                 file = self._checked_file(shard)
                 for stored, first, end in self._ranges(file, shard, row):
                     file.read_ahead(stored, first, end)
