@@ -31,7 +31,7 @@ def through_hdf5(store: HiddenStateStore, index: int) -> dict[str, np.ndarray]:
     shard = next(shard for shard, content in store.shards.items() if index in content.sample_index)
     content = store.shards[shard]
     start, stop = content.offsets[content.sample_index.tolist().index(index):][:2].tolist()
-    with h5py.File(store.folder / shard_name(shard)) as file:
+    with h5py.File(store.folder / shard_name(shard), locking=False) as file:
         return {stored.name: read_raw(file[stored.name], start, stop, stored.dtype) for stored in store.plan.datasets}
 
 
@@ -60,11 +60,12 @@ def test_nothing_but_the_sample_is_read(tiny_llama, prepared, tmp_path, monkeypa
 
 def flip(path: Path, name: str, row: int) -> None:
     """Changes one bit of a row where it lies in the file: HDF5 is not asked, so no checksum follows it."""
-    with h5py.File(path) as file:
+    with h5py.File(path, locking=False) as file:
         dataset = file[name]
         number, inside = divmod(row, dataset.chunks[0])
         corner = (number * dataset.chunks[0], *[0] * (dataset.ndim - 1))
-        where = dataset.id.get_chunk_info_by_coord(corner).byte_offset + inside * (dataset.nbytes // len(dataset))
+        row_bytes = dataset.id.get_type().get_size() * int(np.prod(dataset.shape[1:]))
+        where = dataset.id.get_chunk_info_by_coord(corner).byte_offset + inside * row_bytes
     with open(path, "rb+") as file:
         file.seek(where + 1)
         byte = file.read(1)
