@@ -1,0 +1,15 @@
+"""A worker's memory does not grow with the number of shards that it has written (benchmarks/memory.py).
+
+Through the worker's own loop, in a process of its own. The allowance is half of what keeping the states of one batch of
+each shard would add between the shards that are compared, and twenty times what was measured.
+"""
+
+from benchmarks.memory import ALLOWANCE, PLANTED, growth
+
+NUM_SHARDS = 60
+
+
+def test_memory_is_flat_and_a_planted_leak_shows():
+    """Undisturbed; then with 64 KiB kept of every batch, a third of a batch's states."""
+    flat, leaking = growth(NUM_SHARDS, 0, PLANTED)
+    assert flat["grown"] <= ALLOWANCE < leaking["grown"], (flat, leaking)
