@@ -167,7 +167,8 @@ def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> li
         if source.last is None and options.last_state:
             raise StoreError(f"{source.path}: it holds no last state to store (--last-state {options.last_state})")
     if options.to == "store" and (source.last != PRE_NORM or options.last_state == "none"):
-        notes.append("the store has no last state: no KL loss can be trained from it")
+        why = " (the source's, behind the norm, was left out)" if source.last == POST_NORM else ""
+        notes.append(f"the store has no last state{why}: no KL loss can be trained from it")
     if options.to == "store" and encoding.startswith("fp8") and source.encoding not in ("fp8", "fp8+zstd"):
         notes.append("fp8 keeps 3 mantissa bits of the tapped layers' states")
     if source.encoding in ("fp32", "fp64", "fp16"):

@@ -75,7 +75,8 @@ class TestRefusals:
     def test_options(self):
         for options, message in [
                 ({"to": "specforge"}, "'specforge'; states are written as store or speculators"),
-                ({"to": "store", "encoding": "fp8"}, "'fp8' is not one of a store's here: bf16, bf16.zstd"),
+                ({"to": "store", "encoding": "fp16"}, "not one of a store's here: bf16, bf16.zstd, fp8, fp8.zstd"),
+                ({"to": "store", "last_state": "topk"}, "at all tokens, at supervised ones or at none"),
                 ({"to": "speculators", "encoding": "bf16+zstd"}, "not one of a speculators's here: bf16, fp8"),
                 ({"to": "speculators", "last_state": "none"}, "layout needs every token's"),
                 ({"to": "store", "with_states": False}, "a store has no use for it")]:
@@ -156,7 +157,7 @@ class TestRefusals:
         told = {"target_layer_ids": IDS, "target": str(tiny_llama_folder)}
         with pytest.raises(StoreError, match="cannot be undone.*--last-state none"):
             to(tmp_path / "mo", tmp_path / "out", "store", **told)
-        with pytest.raises(StoreError, match="behind the norm, which cannot be undone; speculators' layout needs"):
+        with pytest.raises(StoreError, match="final norm, which cannot be undone; speculators' layout needs"):
             to(tmp_path / "mo", tmp_path / "out", "speculators", **told)
         write_specforge(tmp_path / "sf", samples)
         with pytest.raises(StoreError, match="it holds no last state; speculators' layout needs"):
@@ -283,7 +284,7 @@ class TestOtherTools:
         done = to(tmp_path / "mo", tmp_path / "store", "store", target=str(tiny_llama_folder), target_layer_ids=IDS,
                   last_state="none")
         same_samples(read_all(tmp_path / "store"), samples, last=False)
-        assert "(behind the norm) was left out" in done.notes[0]
+        assert "behind the norm, was left out" in done.notes[0]
 
     def test_unusable_samples_are_left_out_and_counted(self, samples, tmp_path, tiny_llama_folder):
         changed = list(samples)
