@@ -2,9 +2,10 @@
 
 Stores are synthetic: random states of a small hidden size through the library's own writer, so that what is timed is
 the bookkeeping, which a tiny target does not hide. Each stage is timed at three sizes in one process; the exponent is
-that of the power law through the two larger ones (1 = linear; what has a fixed cost is below). The large job is then
-the largest measured size times the ratio of that stage's units (samples, tokens, shards or stored bytes): an estimate
-for one core that does as this one, of files in the page cache.
+that of the power law through the two larger ones (1 = linear, less = a fixed cost still shows). The large job is then
+the largest measured size times the ratio of that stage's units (samples, tokens or shards); stages that go through
+the stored bytes are measured a second time on one large shard, whose rate is taken, because at the small hidden size
+they measure files, not bytes. All of it is an estimate for one core that does as this one, files in the page cache.
 """
 
 import gc
@@ -31,7 +32,10 @@ BIG_SAMPLES, BIG_TOKENS, BIG_PER_SHARD = 800_000, 3072, 64
 BIG_BYTES = 61_440  # a token of Qwen3.6-27B: 5 aux layers and the last, 5,120 wide, bf16
 BIG_VOCABULARY = 248_320
 NUM_READS, NUM_BATCHES = 200, 50
+LARGE_HIDDEN, LARGE_TOKENS = 1024, (512, 64)  # of the one large shard: 6 KB a token; tokens of a sample, samples
 GPUS, GPU_TOKENS_S, DISK_BYTES_S = 8, 2500.0, 2e9  # what notebooks/params/qwen3_6_27b_8gpu.yaml states
+WRITE, VERIFY = "write shards, one worker (checksums, HDF5, fsync)", "verify, one process"
+READ = "read a sample, random, one thread"
 PATIENCE_S = {"once": 3600.0, "step": 0.1}  # beyond this a stage is in the way
 
 
@@ -58,6 +62,21 @@ def seconds_of(work: Callable[[], object], at_least: float = 0.05) -> float:
     return best
 
 
+def byte_rates(folder: Path) -> dict[str, float]:
+    """Seconds a stored byte of the stages that go through all of them, on one large shard."""
+    tokens, num = LARGE_TOKENS
+    prepared = make_rows(np.full(num, tokens), VOCABULARY)
+    plan = make_random_plan(prepared, LARGE_HIDDEN, ExtractionOptions(
+        target_layer_ids=LAYERS, samples_per_shard=num, token_budget=tokens), 8)
+    start = time.perf_counter()
+    write_random_store(folder, plan, prepared)
+    found = {WRITE: (time.perf_counter() - start) / plan.num_bytes}
+    with HiddenStateStore.open(folder) as store:
+        found[VERIFY] = seconds_of(lambda: verify_store(store, prepared)) / plan.num_bytes
+        found[READ] = seconds_of(lambda: [store.read(i) for i in range(num)]) / plan.num_bytes
+    return found
+
+
 def stages(folder: Path, num_samples: int) -> tuple[dict[str, tuple[str, str, float]], Sizes]:
     """Unit, kind ("once" or "step") and seconds of each stage for a store of that many samples; and its sizes."""
     lengths = np.random.default_rng(1).integers(24, 73, num_samples)
@@ -72,12 +91,12 @@ def stages(folder: Path, num_samples: int) -> tuple[dict[str, tuple[str, str, fl
     plan = make_random_plan(prepared, HIDDEN, options, 8)
     start = time.perf_counter()
     write_random_store(folder, plan, prepared)
-    found["write shards (checksums, HDF5, fsync), one worker"] = "bytes", "once", time.perf_counter() - start
+    found[WRITE] = "bytes", "once", time.perf_counter() - start
     stage("plan.json: read, hashed", "samples", lambda: ExtractionPlan.load(folder).hash)
     stage("scan for missing shards", "shards", lambda: missing_shards(folder, plan))
     stage("open the store", "shards", lambda: HiddenStateStore.open(folder))
     with HiddenStateStore.open(folder) as store:
-        stage("verify, one process", "bytes", lambda: verify_store(store, prepared))
+        stage(VERIFY, "bytes", lambda: verify_store(store, prepared))
     with HiddenStateStore.open(folder) as store:
         stage("look at the mask token (reads all token ids)", "tokens", lambda: check_mask_token(store, 3))
         stage("split the samples (reads all loss masks)", "samples", lambda: split_samples(store, 8, 0))
@@ -86,13 +105,12 @@ def stages(folder: Path, num_samples: int) -> tuple[dict[str, tuple[str, str, fl
         data = TrainingData(store, store.sample_indices, batch_samples=4, anchors_per_sample=8, slots_per_anchor=2,
                             block_size=8, mask_token_id=0, gamma=1.5, need_last=True, seed=0)
         stage("order of an epoch", "samples", lambda: TrainingData.epoch_order(data, next(epochs)))
-        order = [i for _, i in (data.chosen(0) * NUM_READS)][:NUM_READS]
         order = [store.sample_indices[i] for i in np.random.default_rng(2).integers(0, num_samples, NUM_READS)]
         stage("choose the samples of a batch", "one", lambda: [data.chosen(i) for i in range(NUM_BATCHES)], "step",
               NUM_BATCHES)
-        stage("read a sample, random (without its bytes)", "one", lambda: [store.read(i) for i in order], "step",
+        stage(READ, "one", lambda: [store.read(i) for i in order], "step",
               NUM_READS)
-        stage("make a batch of 4 (without its bytes)", "one", lambda: [data.batch(i) for i in range(NUM_BATCHES)],
+        stage("make a batch of 4, short samples", "one", lambda: [data.batch(i) for i in range(NUM_BATCHES)],
               "step", NUM_BATCHES)
     return found, Sizes(samples=num_samples, tokens=plan.num_tokens, shards=len(plan.shards), bytes=plan.num_bytes,
                         one=1, plan_bytes=(folder / "plan.json").stat().st_size,
@@ -118,18 +136,21 @@ def report(work_dir: Path, num_samples: int) -> None:
         found, size = stages(work_dir / f"store-{factor}", factor * num_samples)
         measured.append(found)
         sizes.append(size)
-    wanted, largest = big(), sizes[-1]
+    wanted, largest, rates = big(), sizes[-1], byte_rates(work_dir / "large")
     rows, estimates = [], {}
     for name, (unit, kind, seconds) in measured[-1].items():
         before = measured[-2][name][2]
         growth = vars(sizes[-1])[unit] / vars(sizes[-2])[unit]
         exponent = math.log(seconds / before) / math.log(growth if growth > 1 else FACTORS[-1] / FACTORS[-2])
         estimates[name] = kind, seconds * vars(wanted)[unit] / vars(largest)[unit]
+        if name in rates:
+            estimates[name] = kind, rates[name] * (BIG_TOKENS * BIG_BYTES if name == READ else wanted.bytes)
         rows.append([name, *(duration(each[name][2]) for each in measured), unit if unit != "one" else "(each)",
                      f"{exponent:.2f}", duration(estimates[name][1])])
-    print(f"{sizes[0].samples:,}, {sizes[1].samples:,} and {largest.samples:,} samples of 48 tokens on average, "
+    print(f"{', '.join(f'{size.samples:,}' for size in sizes)} samples of 48 tokens on average, "
           f"{largest.shards:,} shards at most, {HIDDEN} wide, one thread; exponent: of the power law from 4x to 16x, "
-          "1 = linear, 0 = does not grow\n")
+          "1 = linear, 0 = does not grow. On one large shard: " + ", ".join(
+              f"{name.split(',')[0]} {1e-6 / rate:,.0f} MB/s" for name, rate in rates.items()) + "\n")
     table(["stage", *(f"{factor}x" for factor in FACTORS), "grows with", "exponent",
            f"{wanted.samples:,} samples of {BIG_TOKENS:,} tokens"], rows)
     _print_limits(largest, wanted, estimates)
