@@ -39,6 +39,7 @@ from benchmarks.common import (  # noqa: E402
     ratio,
     table,
 )
+from benchmarks.prepare import write_rows  # noqa: E402
 
 PARTS = ("speed", "padding", "reading", "memory", "scaling")
 KERNELS = ("fla", "causal_conv1d")
@@ -315,6 +316,8 @@ def main() -> None:
             from tests.tiny import make_tiny_target
 
             options.model = make_tiny_target(folder / "tiny")
+            write_rows(options.conversations, folder / "rows.jsonl", 64, num_words=12)  # its own ids are SmolLM2's
+            options.conversations = folder / "rows.jsonl"
         for part in options.parts:
             print(f"\n## {part}\n", flush=True)
             work_dir = folder / part
@@ -328,11 +331,11 @@ def main() -> None:
             elif part == "memory":
                 from benchmarks.memory import report
 
-                report(work_dir, num_shards=60 if options.tiny else 600)
+                report(num_shards=30 if options.tiny else 600)
             else:
                 from benchmarks.scaling import report
 
-                report(work_dir, num_samples=12 if options.tiny else 120)
+                report(work_dir, 4 if options.tiny else 60, options.conversations, options.model)
     note_machine("After")
 
 

@@ -88,16 +88,17 @@ def growth(num_shards: int, *leaks: int) -> list[dict[str, float]]:
     return found
 
 
-def report(num_shards: int) -> None:
-    """Prints the table: an undisturbed worker, and one with a planted leak."""
-    rows = []
+def report(num_shards: int) -> list[dict[str, float]]:
+    """Measures an undisturbed worker, and one with a planted leak; prints the table and returns what `growth` found."""
+    rows, measured = [], growth(num_shards, 0, PLANTED)
     names = ("as it is", f"planted: {PLANTED >> 10} KiB of every batch are kept")
-    for name, found in zip(names, growth(num_shards, 0, PLANTED), strict=True):
+    for name, found in zip(names, measured, strict=True):
         rows.append([name, f"{num_shards:,}", f"{found['middle'] / 1e6:.1f} MB", f"{found['last'] / 1e6:.1f} MB",
                      f"{found['grown'] / 1e6:+.2f} MB", "flat" if found["grown"] <= ALLOWANCE else "**grows**"])
     print(f"A worker's own memory (USS) through its own loop; a shard's states are {SHARD_BYTES / 1e6:.1f} MB; up to "
           f"{ALLOWANCE / 1e6:.1f} MB between the middle and the last third of the shards count as flat")
     table(["worker", "shards", "middle third", "last third", "grown by", ""], rows)
+    return measured
 
 
 if __name__ == "__main__":

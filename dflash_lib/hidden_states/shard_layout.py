@@ -9,7 +9,8 @@ compares each chunk's.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import h5py
 import numpy as np
@@ -46,16 +47,28 @@ class _Rows:
 
 
 class ShardLayout:
-    """What has to be known of a shard's file to read from it without HDF5; holds no file. About 8 bytes for each chunk
-    and each sample. offsets: int64 [S + 1] of the shard's samples. Raises OSError, KeyError for a damaged file."""
+    """What has to be known of a shard's file to read from it without HDF5; holds no file. Where states lie is looked up
+    when the first are asked for: about 8 bytes for each chunk and each sample.
 
-    def __init__(self, file: h5py.File, datasets: Sequence[StateDataset], offsets: np.ndarray):
-        self.datasets, self.offsets = datasets, offsets
-        self.rows = {stored.name: _Rows(file[stored.name], stored) for stored in datasets}
+    opened: gives the shard's file, opened by HDF5; offsets: int64 [S + 1] of the shard's samples. Raises OSError and
+    KeyError for a damaged file, now or later.
+    """
+
+    def __init__(self, opened: Callable[[], h5py.File], datasets: Sequence[StateDataset], offsets: np.ndarray):
+        self.opened, self.datasets, self.offsets = opened, datasets, offsets
+        file = opened()
         self.small = {name: (file[name].id.get_offset(), np.dtype(dtype)) for name, dtype in SMALL.items()}
-        self.last_offsets = None  # int64 [S + 1] of the rows of the last state, where not every token has one
-        if LAST_ROWS in self.rows:
-            self.last_offsets = np.searchsorted(file[LAST_ROWS][:], offsets)
+
+    @cached_property
+    def rows(self) -> dict[str, _Rows]:
+        """Places of the rows of each dataset of states."""
+        file = self.opened()
+        return {stored.name: _Rows(file[stored.name], stored) for stored in self.datasets}
+
+    @cached_property
+    def last_offsets(self) -> np.ndarray:
+        """int64 [S + 1]: which rows of the last state are whose, where not every token has one."""
+        return np.searchsorted(self.opened()[LAST_ROWS][:], self.offsets)
 
     def ranges(self, sample: int) -> Iterator[tuple[StateDataset, int, int]]:
         """The datasets of states, with the rows in each that belong to the shard's sample number `sample`."""

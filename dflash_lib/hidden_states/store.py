@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ class HiddenStateStore:
                 if wrong:
                     raise StoreError(f"{path}: {', '.join(wrong)}: not what was written. {repair(path.name)}")
                 self._checked.add(shard)
-            return ShardLayout(file, self.plan.datasets, self.shards[shard].offsets)
+            return ShardLayout(partial(self.file, shard), self.plan.datasets, self.shards[shard].offsets)
 
         return self._kept(self._layouts, shard, NUM_LAYOUTS, lambda _layout: None, look)
 
