@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dflash_lib.conversations.prepare import PreparedRows
-from dflash_lib.files import human_bytes
+from dflash_lib.files import human_bytes, make_folder
 from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan, describe_differences, make_plan
 from dflash_lib.hidden_states.schema import StoreError, get_encoding
 from dflash_lib.hidden_states.shards import remove_dead_partials
@@ -67,7 +67,7 @@ def open_plan(store: Path | str, model: Path | str, prepared: PreparedRows, opti
                 raise StoreError(f"{store}: begun with other settings, and a store is never mixed:\n"
                                  f"{describe_differences(found, 'the store has', 'asked for')}\n{what}")
             return before
-        store.mkdir(parents=True, exist_ok=True)
+        make_folder(store)
         if any(store.glob("shard-*.h5")):
             raise StoreError(f"{store}: holds shards but no plan.json; choose another store_dir, or remove them")
         plan.save(store)
