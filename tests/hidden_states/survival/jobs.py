@@ -1,0 +1,111 @@
+"""What the forked children of the survival tests do: whole extractions of a store, in this process, and readings of it.
+
+Everything but torchrun is the real thing: `start_extraction` with its plan, checks and claims, and the worker's `main`.
+"""
+
+import fnmatch
+import importlib
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states import extraction, extraction_worker
+from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.hidden_states.verify import verify_store
+from tests.hidden_states.rows import make_options
+from tests.hidden_states.survival import io_events, mutations
+from tests.hidden_states.survival.io_events import Event
+from tests.hidden_states.survival.power_cut import Journal
+
+
+class At:
+    """A listener that does something at the nth time that an event fits.
+
+    op: as in `Event`; name: pattern of the file's name; when: "before" or "after".
+    """
+
+    def __init__(self, action, op: str, name: str, when: str = "before", nth: int = 1):
+        self.action, self.op, self.name, self.when, self.left = action, op, name, when, nth
+
+    def __call__(self, event: Event) -> None:
+        if (event.op, event.when) == (self.op, self.when) and fnmatch.fnmatch(Path(event.path).name, self.name):
+            self.left -= 1
+            if self.left == 0:
+                self.action()
+
+
+def stop_here() -> None:
+    """Stops this process, until it is killed from outside."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _run_here(module: str, args, num_processes: int, log_dir, threads: int, on_progress=None, *more, **others) -> None:
+    """In the place of `run_torchrun`: the worker's main in this very process, as rank 0 of 1."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    worker = importlib.import_module(module)
+    worker.report_progress = lambda **fields: on_progress(json.loads(json.dumps(fields)))
+    sys.argv = [module, *map(str, args)]
+    worker.main()
+
+
+def extract(target, *, store, prepared, log_dir, options=None, model=None, dtype="float32", stop=None, mutate=(),
+            journal=None, listeners=()) -> dict:
+    """Starts or resumes an extraction in this process and returns its report.
+
+    options: changes of the options; stop: fields of `At`, where this process stops itself; mutate: names of functions
+    of `mutations` to apply first; journal: a file for what a power cut could lose: the changes below the folder above the store's
+    parent.
+    """
+    heard = [*listeners, *([At(stop_here, **stop)] if stop else [])]
+    notes = Journal(Path(store).parents[1]) if journal else None
+    if notes or heard:
+        io_events.watch(*heard, *([notes] if notes else []))
+    for name in mutate:  # after `watch`, which then hears what is left of the protection
+        getattr(mutations, name)()
+    extraction.run_torchrun = _run_here
+    extraction_worker.load_target = lambda *_args, **_more: target
+    report = extraction.start_extraction(store, model or target.path, prepared, make_options(**(options or {})),
+                                         log_dir, dtype=dtype, show=False)
+    if notes:
+        notes.save(journal)
+    return {key: value for key, value in asdict(report).items() if key in ("num_shards", "num_tokens", "replaced")}
+
+
+def extract_each(target, *, stores, prepared, log_dir, mutate=()) -> list[str]:
+    """Resumes one store after another in this process; what it raised for each, "" when it went well."""
+    for name in mutate:
+        getattr(mutations, name)()
+    raised = []
+    for store in stores:
+        try:
+            extract(target, store=store, prepared=prepared, log_dir=log_dir)
+            raised.append("")
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    return raised
+
+
+def check(target, *, store, prepared, mutate=()) -> dict[str, str]:
+    """Opens, verifies and reads a store: {"open" | "verify" | "read": the first fault in words}, without those that
+    found nothing."""
+    for name in mutate:
+        getattr(mutations, name)()
+    faults, rows = {}, PreparedRows.load(prepared)
+    try:
+        opened = HiddenStateStore.open(store)
+    except ValueError as error:
+        return {"open": str(error)}
+    with opened:
+        wrong = [f"{c.name}: {c.first_fault}" for c in verify_store(opened, rows) if not c.ok]
+        if wrong:
+            faults["verify"] = "\n".join(wrong)
+        try:
+            for index in range(len(rows)):
+                opened.read(index)
+        except ValueError as error:
+            faults["read"] = str(error)
+    return faults
