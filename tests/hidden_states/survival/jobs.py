@@ -17,7 +17,7 @@ from dflash_lib.hidden_states import extraction, extraction_worker
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.hidden_states.verify import verify_store
 from tests.hidden_states.rows import make_options
-from tests.hidden_states.survival import io_events, mutations
+from tests.hidden_states.survival import folders, io_events, limits, mutations
 from tests.hidden_states.survival.io_events import Event
 from tests.hidden_states.survival.power_cut import Journal
 
@@ -52,27 +52,38 @@ def _run_here(module: str, args, num_processes: int, log_dir, threads: int, on_p
     worker.main()
 
 
-def extract(target, *, store, prepared, log_dir, options=None, model=None, dtype="float32", stop=None, mutate=(),
-            journal=None, listeners=()) -> dict:
-    """Starts or resumes an extraction in this process and returns its report.
+def start(target, *, store, prepared, log_dir, options=None, model=None, dtype="float32", num_processes=1) -> dict:
+    """`start_extraction` as it is, torchrun and all, with changed options; returns its report."""
+    report = extraction.start_extraction(store, model or target.path, prepared, make_options(**(options or {})),
+                                         log_dir, num_processes=num_processes, dtype=dtype, show=False)
+    return {key: value for key, value in asdict(report).items() if key in ("num_shards", "num_tokens", "replaced")}
 
-    options: changes of the options; stop: fields of `At`, where this process stops itself; mutate: names of functions
-    of `mutations` to apply first; journal: a file for what a power cut could lose: the changes below the folder above the store's
-    parent.
+
+def extract(target, *, stop=None, trouble=None, mutate=(), first=(), journal=None, **job) -> dict:
+    """As `start`, but with the worker in this process, whose target is loaded.
+
+    stop: fields of `At`, where this process stops itself; trouble: (function of `limits`, its arguments, fields of
+    `At`), what happens to it in the middle; first: [function of `limits`, ...] what is so from the beginning; mutate:
+    names of functions of `mutations` to apply; journal: a file for all changes below the folder above the store's
+    parent, which is what a power cut could lose.
     """
-    heard = [*listeners, *([At(stop_here, **stop)] if stop else [])]
-    notes = Journal(Path(store).parents[1]) if journal else None
+    heard = [At(stop_here, **stop)] if stop else []
+    if trouble:
+        what, args, at = trouble
+        heard.append(At(lambda: getattr(limits, what)(*args), **at))
+    notes = Journal(Path(job["store"]).parents[1]) if journal else None
     if notes or heard:
         io_events.watch(*heard, *([notes] if notes else []))
     for name in mutate:  # after `watch`, which then hears what is left of the protection
         getattr(mutations, name)()
+    for name in first:
+        getattr(limits, name)()
     extraction.run_torchrun = _run_here
     extraction_worker.load_target = lambda *_args, **_more: target
-    report = extraction.start_extraction(store, model or target.path, prepared, make_options(**(options or {})),
-                                         log_dir, dtype=dtype, show=False)
+    report = start(target, **job)
     if notes:
         notes.save(journal)
-    return {key: value for key, value in asdict(report).items() if key in ("num_shards", "num_tokens", "replaced")}
+    return report
 
 
 def extract_each(target, *, stores, prepared, log_dir, mutate=()) -> list[str]:
@@ -109,3 +120,36 @@ def check(target, *, store, prepared, mutate=()) -> dict[str, str]:
         except ValueError as error:
             faults["read"] = str(error)
     return faults
+
+
+def on_small_disk(target, *, disk, num_bytes, trouble=None, launched=False, check_room=True, **job) -> dict:
+    """An extraction on a file system in memory of `num_bytes`, mounted at `disk`; when it has failed the trouble is
+    taken away and it is resumed. Returns the error, what the store held then, and what it holds in the end."""
+    disk, store, before = Path(disk), Path(job["store"]), extraction.check_free_space
+    limits.own_mounts()
+    limits.mount_memory(disk, num_bytes)
+    if not check_room:  # the disk had room when the job looked; another job has taken it since
+        extraction.check_free_space = lambda *_: None
+    error, kind = "", ""
+    try:
+        start(target, **job) if launched else extract(target, trouble=trouble, **job)
+    except Exception as raised:
+        error, kind = str(raised), type(raised).__name__
+    left = folders.state(store)
+    limits.remount(disk, 64 << 20)
+    (disk / limits.BALLAST).unlink(missing_ok=True)
+    extraction.check_free_space = before
+    report = start(target, **job) if launched else extract(target, **job)
+    after = folders.state(store)
+    return {"error": error, "kind": kind, "left": left, "report": report, "content": folders.content(store),
+            "untouched": all(after.get(name) == entry for name, entry in left.items())}
+
+
+def can_mount(target, *, disk) -> str:
+    """Why this system does not let a process mount a file system of its own; "" where it does."""
+    try:
+        limits.own_mounts()
+        limits.mount_memory(disk, 1 << 20)
+    except OSError as error:
+        return str(error)
+    return ""

@@ -1,4 +1,4 @@
-"""Takes things away from this process by the kernel's own means, as no mock could: locks, a writable disk, room, memory.
+"""Takes things away from this process by the kernel's own means, as no mock could: locks, a writable disk, memory.
 
 For forked children only: none of it can be undone. Linux on x86-64 and arm64.
 """
@@ -9,6 +9,8 @@ import os
 import platform
 import resource
 from pathlib import Path
+
+from tests.hidden_states.survival import io_events
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -24,6 +26,7 @@ CALLS = {  # system call numbers: x86_64, aarch64 (None: that machine has no suc
     "mkdir": (83, None), "mkdirat": (258, 34), "truncate": (76, 45),
 }
 SET_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+BALLAST = "ballast"
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -104,6 +107,34 @@ def remount(folder: Path, num_bytes: int, read_only: bool = False) -> None:
                       f"size={num_bytes}".encode()), f"remount {folder}")
 
 
+def fill(disk: str, leave: int) -> None:
+    """Fills a file system up to `leave` bytes, as another job would."""
+    stat = os.statvfs(disk)
+    with open(Path(disk) / BALLAST, "wb") as f:
+        os.posix_fallocate(f.fileno(), 0, stat.f_bavail * stat.f_frsize - leave)
+
+
+def make_read_only(disk: str) -> None:
+    """Remounts what `mount_memory` mounted, at the first moment when no file on it is open for writing."""
+    def attempt(_event=None) -> None:
+        try:
+            remount(Path(disk), 64 << 20, read_only=True)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        else:
+            if attempt in io_events._listeners:
+                io_events._listeners.remove(attempt)
+
+    io_events._listeners.append(attempt)
+    attempt()
+
+
+def forbid(folder: str) -> None:
+    """Takes the permission to write into a folder."""
+    os.chmod(folder, 0o555)
+
+
 class _CapHeader(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
 
@@ -115,7 +146,7 @@ def no_privileges() -> None:
 
 
 def largest_file(num_bytes: int) -> None:
-    """No file may grow past this from now on (EFBIG, "File too large"); Python ignores the signal that comes with it."""
+    """No file may grow past this from now on (EFBIG, "File too large"; Python ignores the signal that comes, too)."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 

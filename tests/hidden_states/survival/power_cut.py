@@ -60,8 +60,8 @@ class File:
             return bytes(len(now))
         if contents == "half":
             return now[:len(now) // 2]
-        pages = [now[i:i + PAGE] if i // PAGE % 2 == 0 else bytes(len(now[i:i + PAGE])) for i in range(0, len(now), PAGE)]
-        return b"".join(pages)
+        pages = [now[i:i + PAGE] for i in range(0, len(now), PAGE)]
+        return b"".join(bytes(len(page)) if i % 2 else page for i, page in enumerate(pages))
 
 
 class Disk:

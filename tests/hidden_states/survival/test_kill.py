@@ -51,7 +51,8 @@ def seconds(server, medium, tmp_path_factory):
 
 def resume_and_compare(start, store, truth, done: int) -> None:
     """Resumes: only what was missing is done, what was there is not touched, and the store is as it should be."""
-    kept = {name: entry for name, entry in (state(store) if store.exists() else {}).items() if name.startswith("shard-")}
+    before = state(store) if store.exists() else {}
+    kept = {name: entry for name, entry in before.items() if name.startswith("shard-")}
     assert start().result()["num_shards"] == NUM_SHARDS - done
     after = state(store)
     assert {name: after[name] for name in kept} == kept
