@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states.encode import encode_sample
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.shards import ShardWriter
@@ -26,12 +27,13 @@ from dflash_lib.target.loading import Target, load_target
 def extract_shard(target: Target, prepared: PreparedRows, plan: ExtractionPlan, store: Path | str, shard: int,
                   on_tokens: Callable[[int], None] | None = None) -> None:
     """Runs one shard's batches through the target and writes the shard. `on_tokens` gets each batch's real tokens."""
-    with ShardWriter(store, plan, shard) as writer:
+    masks = [prepared.row(index)[1] for index in plan.samples_of(shard)]
+    with ShardWriter(store, plan, shard, masks) as writer:
         for batch in plan.shards[shard]:
             rows = [prepared.row(index) for index in batch]
-            samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids, plan.last, torch.bfloat16)
+            samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids, plan.last_state != "none")
             for index, (ids, mask), sample in zip(batch, rows, samples, strict=True):
-                writer.add(index, ids, mask, sample)
+                writer.add(index, ids, mask, encode_sample(target, plan, mask, sample).cpu())
             if on_tokens is not None:
                 on_tokens(sum(len(ids) for ids, _ in rows))
 

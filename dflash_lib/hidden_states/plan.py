@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflash_lib.files import canonical_json, hash_value, read_json, write_text
-from dflash_lib.hidden_states.schema import SCHEMA, StoreError, bytes_per_token, get_encoding
+from dflash_lib.hidden_states.schema import SCHEMA, StateDataset, StoreError, state_datasets
 from dflash_lib.target.capture import check_layer_ids, padding_share, plan_batches
 
 PLAN_FILE = "plan.json"
@@ -37,19 +37,22 @@ class PlannedRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionOptions:
-    """What a user chooses: target_layer_ids (id k = output of layer k); last: store the last layer's raw output, too;
-    encoding ("bf16" or "bf16+zstd"); token_budget: padded tokens of a batch; samples_per_shard; threads of a worker
-    (part of the plan: with another number, sums are formed in another order)."""
+    """What a user chooses. target_layer_ids: id k = output of layer k. encoding: one of schema.ENCODINGS. last_state:
+    where the target's last state is stored, before its final norm: at "all" tokens, at the rows that predict
+    "supervised" ones, which are all that a KL loss reads, there as the target's `topk` largest logits with their
+    logsumexp ("topk"), or nowhere ("none"), enough for cross-entropy. token_budget: padded tokens of a batch.
+    threads: of a worker, part of the plan since with another number sums are formed in another order."""
 
     target_layer_ids: Sequence[int]
-    last: bool = True
     encoding: str = "bf16"
+    last_state: str = "all"
+    topk: int = 0
     token_budget: int = 2048
     samples_per_shard: int = 64
     threads: int = 2
 
     def __post_init__(self) -> None:
-        get_encoding(self.encoding)
+        state_datasets(1, 1, self.encoding, self.last_state, self.topk)
         for name in ("token_budget", "samples_per_shard", "threads"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise StoreError(f"{name}: a whole number of at least 1 is needed, got {getattr(self, name)!r}")
@@ -65,8 +68,9 @@ class ExtractionPlan:
     num_hidden_layers: int
     hidden_size: int
     target_layer_ids: list[int]
-    last: bool
     encoding: str
+    last_state: str
+    topk: int
     data: dict[str, Any]
     token_budget: int
     samples_per_shard: int
@@ -88,14 +92,26 @@ class ExtractionPlan:
         return self.data["num_tokens"]
 
     @property
-    def bytes_per_token(self) -> int:
-        """Raw bytes of one token's stored states."""
-        return bytes_per_token(len(self.target_layer_ids), self.hidden_size, self.last)
+    def last(self) -> bool:
+        """Whether every token's last state is stored."""
+        return self.last_state == "all"
+
+    @cached_property
+    def datasets(self) -> list[StateDataset]:
+        """The datasets of each shard that hold states."""
+        return state_datasets(len(self.target_layer_ids), self.hidden_size, self.encoding, self.last_state, self.topk)
 
     @property
     def num_bytes(self) -> int:
-        """Raw bytes of all stored states."""
-        return self.num_tokens * self.bytes_per_token
+        """Raw bytes of all stored states: of those that stand at supervised rows only, one row too many for each answer
+        that begins its conversation."""
+        return sum(stored.row_bytes * (self.num_tokens if stored.per_token else self.data["num_supervised"])
+                   for stored in self.datasets)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Raw bytes of stored states, for each token."""
+        return self.num_bytes / self.num_tokens
 
     def samples_of(self, shard: int) -> list[int]:
         """Sample indices of a shard, in its order."""
@@ -136,12 +152,23 @@ class ExtractionPlan:
             value = read_json(path)
             if value.get("schema") != SCHEMA:
                 raise StoreError(f"{path}: schema {value.get('schema')!r}; this version reads schema {SCHEMA}")
-            plan = cls(**value)
+            plan = cls.from_dict(value)
         except StoreError:
             raise
         except (ValueError, TypeError, AttributeError) as error:
             raise StoreError(f"{path}: damaged ({error}). Extract the store again.") from error
-        get_encoding(plan.encoding)
+        return plan
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> "ExtractionPlan":
+        """A plan as `save` wrote it; plans of before said `last`, true or false, and keep their hash. Raises TypeError
+        for other fields and StoreError for unknown settings."""
+        before = "last" in value
+        now = {**value, "last_state": "all" if value["last"] else "none", "topk": 0} if before else value
+        plan = cls(**{name: part for name, part in now.items() if name != "last"})
+        if before:
+            plan.__dict__["hash"] = hash_value(value)  # where the cached property keeps it
+        plan.datasets  # noqa: B018  raises for what is not known here
         return plan
 
 
@@ -154,6 +181,8 @@ def make_plan(target: dict[str, str], config, prepared: PlannedRows, options: Ex
     if prepared.tokenizer_hash != target["tokenizer"]:
         raise StoreError(f"the rows were prepared with another tokenizer ({prepared.tokenizer_hash[:12]}) than the "
                          f"target's ({target['tokenizer'][:12]}). Prepare the conversations again.")
+    if options.topk > config.vocab_size:
+        raise StoreError(f"topk: {options.topk} of a vocabulary of {config.vocab_size}")
     lengths = prepared.lengths.tolist()
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shards, shard_tokens = [], []
@@ -164,8 +193,10 @@ def make_plan(target: dict[str, str], config, prepared: PlannedRows, options: Ex
         shard_tokens.append(sum(lengths[i] for i in samples))
     return ExtractionPlan(
         schema=SCHEMA, target=dict(target), num_hidden_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
-        target_layer_ids=list(check_layer_ids(options.target_layer_ids, config.num_hidden_layers)), last=options.last,
-        encoding=options.encoding, token_budget=options.token_budget, samples_per_shard=options.samples_per_shard,
+        target_layer_ids=list(check_layer_ids(options.target_layer_ids, config.num_hidden_layers)),
+        encoding=options.encoding,
+        last_state=options.last_state, topk=options.topk, token_budget=options.token_budget,
+        samples_per_shard=options.samples_per_shard,
         threads=options.threads, shards=shards, shard_tokens=shard_tokens,
         data={"fingerprint": prepared.fingerprint, "num_samples": len(prepared), "num_tokens": prepared.num_tokens,
               "num_supervised": prepared.num_supervised, "source_sha256": prepared.source_sha256})

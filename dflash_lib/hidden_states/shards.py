@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,22 @@ import numpy as np
 import psutil
 
 from dflash_lib.files import human_bytes, publish
+from dflash_lib.hidden_states.encode import EncodedSample, find_bad, num_last_rows
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import (
     AUX,
-    LAST,
+    LAST_ROWS,
+    RAW_TYPES,
     SCHEMA,
     SMALL,
+    StateDataset,
     StoreError,
     create_states,
-    find_bad_rows,
-    get_encoding,
     set_attribute,
     shard_name,
     to_raw,
     write_raw,
 )
-from dflash_lib.target.capture import CapturedSample
 
 HDF5_FORMAT = ("v110", "v110")  # checksummed metadata; every HDF5 since 1.10 reads it
 
@@ -110,16 +111,16 @@ class _GuardedFile:
 
 
 class _StateStream:
-    """Appends rows to a bfloat16 dataset in whole chunks, so that no chunk is compressed twice, and hashes them."""
+    """Appends rows to a dataset of states in whole chunks, so that no chunk is compressed twice, and hashes them."""
 
-    def __init__(self, file: h5py.File, name: str, shape: tuple[int, ...], encoding: str):
-        self.dataset = create_states(file, name, shape, get_encoding(encoding))
-        self.buffer = np.empty(self.dataset.chunks, np.uint16)
+    def __init__(self, file: h5py.File, stored: StateDataset, num_rows: int):
+        self.dataset, self.dtype = create_states(file, stored, num_rows), stored.dtype
+        self.buffer = np.empty(self.dataset.chunks, RAW_TYPES[stored.dtype][1])
         self.filled = self.written = 0
         self.digest = hashlib.sha256()
 
     def append(self, raw: np.ndarray) -> None:
-        """raw: uint16 [n, ...]."""
+        """raw: [n, ...], of `to_raw`."""
         while len(raw):
             part = raw[:len(self.buffer) - self.filled]
             self.buffer[self.filled:self.filled + len(part)] = part
@@ -131,7 +132,7 @@ class _StateStream:
     def _flush(self) -> None:
         rows = self.buffer[:self.filled]
         self.digest.update(rows)
-        write_raw(self.dataset, self.written, rows)
+        write_raw(self.dataset, self.written, rows, self.dtype)
         self.written += self.filled
         self.filled = 0
 
@@ -147,20 +148,24 @@ class _StateStream:
 class ShardWriter:
     """Context manager that writes shard `index` of a plan into the store's folder.
 
-    `add` each sample in the plan's order. On a clean exit the file is flushed, fsynced and renamed into place; on an
-    exception nothing is left. A sample whose states are not finite or hold all-zero rows is left out and noted in the
-    attribute `quarantined`. Raises StoreError when writing fails (full disk), when a sample is missing, and when every
-    sample of the shard was quarantined: then the target is broken, not the data.
+    masks: loss masks of the shard's samples, which say how many rows of the last state come. `add` each sample in the
+    plan's order. On a clean exit the file is flushed, fsynced and renamed into place; on an exception nothing is left.
+    A sample whose states are not finite or hold all-zero rows is left out and noted in the attribute `quarantined`.
+    Raises StoreError when writing fails (full disk), when a sample is missing, and when every sample of the shard was
+    quarantined: then the target is broken, not the data.
     """
 
-    def __init__(self, store: Path | str, plan: ExtractionPlan, index: int):
+    def __init__(self, store: Path | str, plan: ExtractionPlan, index: int, masks: Sequence[np.ndarray] = ()):
         self.plan, self.index = plan, index
+        self.num_last_rows = num_last_rows(plan, masks)
         self.path = Path(store) / shard_name(index)
         self.partial = _partial_path(self.path)
         self.input_ids: list[np.ndarray] = []
         self.loss_mask: list[np.ndarray] = []
         self.sample_index: list[int] = []
         self.quarantined: list[dict[str, Any]] = []
+        self.splits: list[dict[str, Any]] = []
+        self.num_tokens = 0
 
     def __enter__(self) -> "ShardWriter":
         plan, num_tokens = self.plan, self.plan.shard_tokens[self.index]
@@ -169,31 +174,39 @@ class ShardWriter:
         except OSError as error:
             raise self._failed(error) from error
         self.file = h5py.File(self.guard, "w", libver=HDF5_FORMAT)
-        shape = (num_tokens, len(plan.target_layer_ids), plan.hidden_size)
-        self.aux = _StateStream(self.file, AUX, shape, plan.encoding)
-        set_attribute(self.aux.dataset, "target_layer_ids", plan.target_layer_ids)
-        self.last = _StateStream(self.file, LAST, (num_tokens, plan.hidden_size), plan.encoding) if plan.last else None
+        self.streams = {stored.name: _StateStream(self.file, stored,
+                                                  num_tokens if stored.per_token else self.num_last_rows)
+                        for stored in plan.datasets}
+        set_attribute(self.streams[AUX].dataset, "target_layer_ids", plan.target_layer_ids)
         return self
 
-    def add(self, sample_index: int, input_ids: np.ndarray, loss_mask: np.ndarray, sample: CapturedSample) -> None:
-        """Appends one sample: input_ids int32 [T], loss_mask uint8 [T], its captured states of any float dtype."""
-        aux = to_raw(sample.aux_hidden_states)
-        last = to_raw(sample.last_hidden_state_prenorm) if self.last is not None else None
-        bad = find_bad_rows(aux) or (find_bad_rows(last) if last is not None else "")
+    def add(self, sample_index: int, input_ids: np.ndarray, loss_mask: np.ndarray, encoded: EncodedSample) -> bool:
+        """Appends one sample: input_ids int32 [T], loss_mask uint8 [T], its encoded states. False when its states are
+        unusable and it was left out."""
+        raws = {name: to_raw(values) for name, values in encoded.tensors.items()}
+        bad = find_bad(raws)
         if bad:
             self.leave_out(sample_index, bad)
-            return
-        self.aux.append(aux)
-        if last is not None:
-            self.last.append(last)
+            return False
+        if LAST_ROWS in raws:
+            raws[LAST_ROWS] = raws[LAST_ROWS] + self.num_tokens  # numbered within the shard
+        for name, stream in self.streams.items():
+            stream.append(raws[name])
         self.guard.check()
         self.input_ids.append(input_ids)
         self.loss_mask.append(loss_mask)
         self.sample_index.append(sample_index)
+        self.num_tokens += len(input_ids)
+        return True
 
     def leave_out(self, sample_index: int, reason: str) -> None:
         """Notes a sample as quarantined, in the place of adding it."""
         self.quarantined.append({"sample_index": sample_index, "reason": reason})
+
+    def note_split(self, batch: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
+        """Notes that a batch of sample indices did not fit into memory and was run in parts: its values then agree with
+        an undisturbed run's within rounding only."""
+        self.splits.append({"batch": list(batch), "parts": [list(part) for part in parts]})
 
     def _finish(self) -> None:
         done = {*self.sample_index, *(entry["sample_index"] for entry in self.quarantined)}
@@ -203,9 +216,8 @@ class ShardWriter:
         if not self.sample_index:
             raise StoreError(f"{self.path}: every sample was unusable; the first: {self.quarantined[0]['reason']}. "
                              "The target's states are broken: check its weights and dtype.")
-        self.aux.finish()
-        if self.last is not None:
-            self.last.finish()
+        for stream in self.streams.values():
+            stream.finish()
         arrays = {"input_ids": np.concatenate(self.input_ids), "loss_mask": np.concatenate(self.loss_mask),
                   "offsets": np.cumsum([0, *map(len, self.input_ids)]), "sample_index": np.array(self.sample_index)}
         for name, dtype in SMALL.items():
@@ -218,6 +230,8 @@ class ShardWriter:
         set_attribute(self.file, "encoding", self.plan.encoding)
         set_attribute(self.file, "target", dict(sorted(self.plan.target.items())))  # as a plan read from disk has it
         set_attribute(self.file, "quarantined", json.dumps(self.quarantined))
+        if self.splits:
+            set_attribute(self.file, "splits", json.dumps(self.splits))
         self.file.close()
         self.guard.check()
         self.guard.file.close()

@@ -10,15 +10,22 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
+from dflash_lib.hidden_states.encode import EncodedSample, dequantize_fp8
 from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import (
     AUX,
+    AUX_SCALES,
     LAST,
+    LAST_ROWS,
     SCHEMA,
     SMALL,
+    TOPK_IDS,
+    TOPK_LOGITS,
+    TOPK_LOGSUMEXP,
     StoreError,
     from_raw,
     get_attribute,
@@ -33,15 +40,37 @@ CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples sh
 
 
 @dataclass(frozen=True)
+class TopLogits:
+    """The target's k largest logits at R rows: ids int32 [R, k], logits float32 [R, k] in descending order, logsumexp
+    over the whole vocabulary float32 [R]."""
+
+    ids: Tensor
+    logits: Tensor
+    logsumexp: Tensor
+
+    def to(self, device: torch.device) -> "TopLogits":
+        """The same on `device`."""
+        return TopLogits(self.ids.to(device), self.logits.to(device), self.logsumexp.to(device))
+
+    def __getitem__(self, where) -> "TopLogits":
+        """Those of some rows."""
+        return TopLogits(self.ids[where], self.logits[where], self.logsumexp[where])
+
+
+@dataclass(frozen=True)
 class StoredSample:
-    """input_ids int32 [T]; loss_mask uint8 [T]; aux_hidden_states bfloat16 [T, L, H]; last_hidden_state_prenorm
-    bfloat16 [T, H], None in a store without it. sample_index: row in the prepared data."""
+    """input_ids int32 [T]; loss_mask uint8 [T]; aux_hidden_states bfloat16 [T, L, H], of an fp8 store decoded;
+    last_hidden_state_prenorm bfloat16 [T, H], or [R, H] at the token rows last_rows int64 [R] where the store has these
+    only, None in a store without it; top_logits: in its place, at the same rows. sample_index: row in the prepared
+    data."""
 
     sample_index: int
     input_ids: np.ndarray
     loss_mask: np.ndarray
     aux_hidden_states: Tensor
     last_hidden_state_prenorm: Tensor | None
+    last_rows: Tensor | None = None
+    top_logits: TopLogits | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +120,14 @@ def missing_shards(store: Path | str, plan: ExtractionPlan) -> tuple[list[int], 
     return missing, damaged
 
 
+def describe_last_state(plan: ExtractionPlan) -> str:
+    """Where and how the last hidden state is stored, in words."""
+    return {"all": "before the final norm, of every token",
+            "supervised": "before the final norm, at the rows that predict a supervised token",
+            "topk": f"as the target's {plan.topk} largest logits at the rows that predict a supervised token",
+            "none": "not stored"}[plan.last_state]
+
+
 class HiddenStateStore:
     """A store opened for reading. Files are opened by the process that reads from them, never carried over a fork."""
 
@@ -99,6 +136,7 @@ class HiddenStateStore:
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
+        self._last_rows: dict[int, np.ndarray] = {}  # of the open files
         self._checked: set[int] = set()
         self._pid = os.getpid()
 
@@ -188,7 +226,9 @@ class HiddenStateStore:
             except OSError as error:
                 raise StoreError(f"{path}: cannot be opened ({error})") from error
             if len(self._files) > NUM_OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
+                oldest, file = self._files.popitem(last=False)
+                file.close()
+                self._last_rows.pop(oldest, None)
         self._files.move_to_end(shard)
         return self._files[shard]
 
@@ -204,29 +244,54 @@ class HiddenStateStore:
         such look: HDF5 compares each chunk's own checksum when it is read."""
         file = self.file(shard)
         if shard not in self._checked:
-            wrong = [name for name in SMALL if not has_digest(file[name], hashlib.sha256(file[name][:]))]
+            small = [*SMALL, *(stored.name for stored in self.plan.datasets if stored.name == LAST_ROWS)]
+            wrong = [name for name in small if not has_digest(file[name], hashlib.sha256(file[name][:]))]
             if wrong:
                 raise StoreError(f"{self.folder / shard_name(shard)}: {', '.join(wrong)}: not what was written. "
                                  f"{repair(shard_name(shard))}")
             self._checked.add(shard)
         return file
 
-    def read(self, sample_index: int) -> StoredSample:
-        """One whole sample. Raises StoreError when the store lacks it or its bytes cannot be read."""
+    def read_encoded(self, sample_index: int) -> EncodedSample:
+        """The states of one sample as they are stored, rows of the last state numbered within it. Raises StoreError
+        when the store lacks it or its bytes cannot be read."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
         file = self._checked_file(shard)
         try:
-            return StoredSample(
-                sample_index, file["input_ids"][start:stop], file["loss_mask"][start:stop],
-                from_raw(read_raw(file[AUX], start, stop)),
-                from_raw(read_raw(file[LAST], start, stop)) if LAST in file else None)
+            first, end = self._last_range(shard, file, start, stop)
+            tensors = {stored.name: from_raw(read_raw(file[stored.name], *((start, stop) if stored.per_token else
+                                                                          (first, end)), stored.dtype))
+                       for stored in self.plan.datasets}
         except (OSError, KeyError) as error:
             raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
                              f"{repair(shard_name(shard))}") from error
+        if LAST_ROWS in tensors:
+            tensors[LAST_ROWS] = tensors[LAST_ROWS] - start
+        return EncodedSample(tensors)
+
+    def _last_range(self, shard: int, file: h5py.File, start: int, stop: int) -> tuple[int, int]:
+        """Which of a shard's rows of the last state belong to its tokens start:stop."""
+        if not any(stored.name == LAST_ROWS for stored in self.plan.datasets):
+            return start, stop
+        if shard not in self._last_rows:
+            self._last_rows[shard] = file[LAST_ROWS][:]
+        return tuple(np.searchsorted(self._last_rows[shard], [start, stop]).tolist())
+
+    def read(self, sample_index: int) -> StoredSample:
+        """One whole sample, decoded. Raises StoreError when the store lacks it or its bytes cannot be read."""
+        input_ids, loss_mask = self.read_tokens(sample_index)
+        tensors = self.read_encoded(sample_index).tensors
+        aux = tensors[AUX]
+        if AUX_SCALES in tensors:
+            aux = dequantize_fp8(aux, tensors[AUX_SCALES]).bfloat16()
+        top = TopLogits(*(tensors[name] for name in (TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP))) if (
+            TOPK_IDS in tensors) else None
+        return StoredSample(sample_index, input_ids, loss_mask, aux, tensors.get(LAST), tensors.get(LAST_ROWS), top)
 
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""
+        self._last_rows.clear()
         while self._files:
             self._files.popitem()[1].close()
 
@@ -237,7 +302,7 @@ class HiddenStateStore:
         self.close()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_files": OrderedDict()}  # a spawned worker opens its own
+        return {**self.__dict__, "_files": OrderedDict(), "_last_rows": {}}  # a spawned worker opens its own
 
     def describe(self) -> str:
         """What the store holds, as a few lines of text."""
@@ -251,7 +316,7 @@ class HiddenStateStore:
             ("target", f"{plan.target['name']} ({plan.target['dtype']}, weights {plan.target['weights'][:12]}), "
                        f"{plan.num_hidden_layers} layers of {plan.hidden_size}"),
             ("aux hidden states", f"outputs of layers {plan.target_layer_ids}"),
-            ("last hidden state", "before the final norm" if plan.last else "not stored"),
+            ("last hidden state", describe_last_state(plan)),
             ("encoding", plan.encoding),
             ("samples", f"{self.num_samples} of {plan.num_samples}, {lengths.min()} to "
                         f"{lengths.max()} tokens" if len(lengths) else "none yet"),

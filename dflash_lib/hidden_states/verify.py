@@ -9,19 +9,18 @@ import h5py
 import numpy as np
 
 from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states.encode import bad_rows, predicting_rows
 from dflash_lib.hidden_states.schema import (
-    AUX,
-    INFINITE,
-    LAST,
+    LAST_ROWS,
     SMALL,
+    StateDataset,
     StoreError,
     has_digest,
     read_raw,
     repair,
-    row_magnitudes,
     shard_name,
 )
-from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.hidden_states.store import HiddenStateStore, ShardIndex
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,20 @@ def _verify_shard(store: HiddenStateStore, shard: int, prepared: PreparedRows, f
                                         prepared.row(index), strict=True):
             wrong = count_different(stored[start:stop], wanted)
             faults.add(name, wrong, f"{where}, sample {index}: {wrong} of {len(wanted)} tokens differ")
-    _verify_states(file[AUX], content, where, faults)
-    if store.plan.last:
-        rows = file[LAST].shape[0] if LAST in file else 0
-        faults.add("last-state rows missing", abs(int(content.offsets[-1]) - rows), where)
-        if rows:
-            _verify_states(file[LAST], content, where, faults)
+    starts = content.offsets[:-1].tolist()
+    wanted = np.concatenate([start + predicting_rows(arrays["loss_mask"][start:stop])
+                             for start, stop in zip(starts, content.offsets[1:].tolist(), strict=True)])
+    for stored in store.plan.datasets:
+        num_rows = int(content.offsets[-1]) if stored.per_token else len(wanted)
+        if stored.name not in file:
+            faults.add("last-state rows missing", num_rows, f"{where}: no dataset {stored.name}")
+            continue
+        if stored.name == LAST_ROWS and not np.array_equal(file[LAST_ROWS][:], wanted):
+            faults.add("last-state rows missing", 1, f"{where}: its last_rows are not those that predict a supervised "
+                                                     "token")
+        faults.add("last-state rows missing", abs(num_rows - file[stored.name].shape[0]), f"{where}, {stored.name}")
+        _verify_states(file[stored.name], stored, content, np.arange(num_rows) if stored.per_token else wanted, where,
+                       faults)
 
 
 def count_different(stored: np.ndarray, wanted: np.ndarray) -> int:
@@ -125,15 +132,17 @@ def count_different(stored: np.ndarray, wanted: np.ndarray) -> int:
     return int((stored != wanted).sum())
 
 
-def _verify_states(dataset: h5py.Dataset, content, where: str, faults: _Faults) -> None:
+def _verify_states(dataset: h5py.Dataset, stored: StateDataset, content: ShardIndex, tokens: np.ndarray, where: str,
+                   faults: _Faults) -> None:
+    """Values and checksum of one dataset; tokens: the shard's token row of each of its rows."""
     digest, step = hashlib.sha256(), dataset.chunks[0]
     for start in range(0, dataset.shape[0], step):
-        raw = read_raw(dataset, start, min(start + step, dataset.shape[0]))  # [n, L, H] or [n, H]
+        raw = read_raw(dataset, start, min(start + step, dataset.shape[0]), stored.dtype)
         digest.update(raw)
-        magnitudes = row_magnitudes(raw)
-        for name, bad in (("rows not finite", magnitudes >= INFINITE), ("rows all zero", magnitudes == 0)):
+        found = bad_rows(stored.name, raw)
+        for name, bad in zip(("rows not finite", "rows all zero"), found or (), strict=False):
             if bad.any():
-                token = start + int(np.argwhere(bad)[0][0])
+                token = int(tokens[min(start + int(np.argwhere(bad)[0][0]), len(tokens) - 1)])
                 row = int(np.searchsorted(content.offsets, token, side="right")) - 1
                 faults.add(name, int(bad.sum()), f"{where}, {dataset.name[1:]}, sample {content.sample_index[row]}, "
                                                  f"token {token - content.offsets[row]}")

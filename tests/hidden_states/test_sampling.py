@@ -23,7 +23,7 @@ def store(tiny_llama, tmp_path_factory):
 
 
 def test_a_store_without_last_states_is_refused(tiny_llama, tmp_path):
-    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last=False)
+    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last_state="none")
     with pytest.raises(StoreError, match="without the last hidden state"):
         state_names(HiddenStateStore.open(tmp_path / "store"))
 

@@ -44,7 +44,7 @@ def rest(whole):
 
 
 def test_a_store_without_last_states_or_tokens_is_refused(tiny_llama, tmp_path, store):
-    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last=False)
+    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last_state="none")
     with pytest.raises(StoreError, match="without the last hidden state"):
         collect_statistics(HiddenStateStore.open(tmp_path / "store"), [0], tiny_llama.final_norm, tiny_llama.tokenizer)
     with pytest.raises(StoreError, match="too few"):
