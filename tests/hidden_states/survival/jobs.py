@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.hidden_states import extraction, extraction_worker
+from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.hidden_states.verify import verify_store
 from tests.hidden_states.rows import make_options
@@ -101,24 +102,29 @@ def extract_each(target, *, stores, prepared, log_dir, mutate=()) -> list[str]:
 
 
 def check(target, *, store, prepared, mutate=()) -> dict[str, str]:
-    """Opens, verifies and reads a store: {"open" | "verify" | "read": the first fault in words}, without those that
-    found nothing."""
+    """Opens, verifies and reads a store: {"open" | "verify" | "read": the fault in words}, without those that found
+    nothing; "crash of ..." with an error that is not one in words."""
     for name in mutate:
         getattr(mutations, name)()
     faults, rows = {}, PreparedRows.load(prepared)
     try:
         opened = HiddenStateStore.open(store)
-    except ValueError as error:
+    except StoreError as error:
         return {"open": str(error)}
     with opened:
-        wrong = [f"{c.name}: {c.first_fault}" for c in verify_store(opened, rows) if not c.ok]
-        if wrong:
-            faults["verify"] = "\n".join(wrong)
+        try:
+            wrong = [f"{c.name}: {c.first_fault}" for c in verify_store(opened, rows) if not c.ok]
+            if wrong:
+                faults["verify"] = "\n".join(wrong)
+        except Exception as error:
+            faults["crash of verify"] = repr(error)
         try:
             for index in range(len(rows)):
                 opened.read(index)
-        except ValueError as error:
+        except StoreError as error:
             faults["read"] = str(error)
+        except Exception as error:
+            faults["crash of read"] = repr(error)
     return faults
 
 
