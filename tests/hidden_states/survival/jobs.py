@@ -4,16 +4,16 @@ Everything but torchrun is the real thing: `start_extraction` with its plan, che
 """
 
 import fnmatch
-import importlib
 import json
 import os
 import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.hidden_states import extraction, extraction_worker
+from dflash_lib.hidden_states.claims import Claims
+from dflash_lib.hidden_states.job import ExtractionJob
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.hidden_states.verify import verify_store
@@ -44,13 +44,14 @@ def stop_here() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _run_here(module: str, args, num_processes: int, log_dir, threads: int, on_progress=None, *more, **others) -> None:
-    """In the place of `run_torchrun`: the worker's main in this very process, as rank 0 of 1."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    worker = importlib.import_module(module)
-    worker.report_progress = lambda **fields: on_progress(json.loads(json.dumps(fields)))
-    sys.argv = [module, *map(str, args)]
-    worker.main()
+def _run_here(target):
+    """In the place of `run_torchrun`: the worker's whole loop in this process, with a target that is loaded."""
+    def run(module, args, num_processes, log_dir, threads, on_progress, *_nodes_and_environment) -> None:
+        assert (module, num_processes) == (extraction.WORKER, 1)
+        job = ExtractionJob.load(args[0])
+        extraction_worker.work(job, target, Claims.alone(job.todo),
+                               lambda **fields: on_progress(json.loads(json.dumps(fields))))
+    return run
 
 
 def start(target, *, store, prepared, log_dir, options=None, model=None, dtype="float32", num_processes=1) -> dict:
@@ -79,8 +80,7 @@ def extract(target, *, stop=None, trouble=None, mutate=(), first=(), journal=Non
         getattr(mutations, name)()
     for name in first:
         getattr(limits, name)()
-    extraction.run_torchrun = _run_here
-    extraction_worker.load_target = lambda *_args, **_more: target
+    extraction.run_torchrun = _run_here(target)
     report = start(target, **job)
     if notes:
         notes.save(journal)

@@ -15,7 +15,7 @@ from tests.hidden_states.survival import io_events
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_NO_NEW_PRIVS, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC = 38, 1, 1
 LOAD, EQUALS, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # BPF: ld word absolute, jeq, jset, ret constant
 ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
@@ -23,7 +23,7 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = {  # system call numbers: x86_64, aarch64 (None: that machine has no such call)
     "flock": (73, 32), "fcntl": (72, 25), "open": (2, None), "creat": (85, None), "openat": (257, 56),
     "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "unlink": (87, None), "unlinkat": (263, 35),
-    "mkdir": (83, None), "mkdirat": (258, 34), "truncate": (76, 45),
+    "mkdir": (83, None), "mkdirat": (258, 34), "truncate": (76, 45), "seccomp": (317, 277),
 }
 SET_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 BALLAST = "ballast"
@@ -67,7 +67,8 @@ def _fail_calls(rules: list[tuple[str, int | None, int, tuple[int, ...]]], code:
     instructions = (_Instruction * len(program))(*(_Instruction(*line) for line in program))
     whole = _Program(len(program), ctypes.cast(instructions, ctypes.POINTER(_Instruction)))
     _check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    _check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(whole), 0, 0), "PR_SET_SECCOMP")
+    _check(LIBC.syscall(CALLS["seccomp"][column], SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC,
+                        ctypes.byref(whole)), "seccomp")  # for all threads
 
 
 def no_file_locking() -> None:

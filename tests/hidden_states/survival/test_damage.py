@@ -6,7 +6,6 @@ import re
 import shutil
 
 import h5py
-import numpy as np
 import pytest
 import torch
 
