@@ -4,6 +4,9 @@ The chain is parent (a notebook's kernel, a command) -> guard (this module, whic
 A process of the chain asks the kernel to end it with the process that started it (PR_SET_PDEATHSIG), so nothing goes
 on computing when the parent was killed, not even by SIGKILL. Linux only.
 
+Several machines that share a file system: each starts its own agent, `Nodes` says how many there are, which one this is
+and where node 0 listens; torchrun's c10d rendezvous brings them together.
+
 A worker module ends with `if __name__ == "__main__": run_worker(main)` and reports with `report_progress(done=...)`.
 """
 
@@ -18,14 +21,18 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PROGRESS_MARK = "@progress "
 PR_SET_PDEATHSIG = 1
 AGENT = "DFLASH_AGENT"  # environment variable: the guard's pid, for the workers
+NODES = "DFLASH_NODES"  # environment variable: `Nodes` as "NUM RANK HOST:PORT", for a notebook's kernel and the workers
 GRACE_S = 60.0  # from SIGTERM to SIGKILL: a worker that saves what it has takes its time
+JOIN_S = 24 * 3600  # how long a node waits until all have come: they may be started by hand
+CONNECT_S = 600  # how long it looks for node 0
 
 
 class LaunchError(RuntimeError):
@@ -35,6 +42,50 @@ class LaunchError(RuntimeError):
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
         self.rank = rank
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Machines that work on one job: how many, which of them this is (0 leads), and HOST:PORT of node 0 ("" for one
+    machine alone)."""
+
+    num: int = 1
+    rank: int = 0
+    endpoint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num < 1 or not 0 <= self.rank < self.num:
+            raise ValueError(f"nodes: {self.num} machines have ranks from 0 to {self.num - 1}, got rank {self.rank}")
+        if self.num > 1 and not re.fullmatch(r"\S+:\d+", self.endpoint):
+            raise ValueError(f"nodes: {self.num} machines need the address of node 0 as HOST:PORT, got "
+                             f"{self.endpoint!r}")
+
+    @classmethod
+    def from_environment(cls) -> "Nodes":
+        """What DFLASH_NODES says; one machine alone where it is not set. Raises ValueError when it cannot be read."""
+        text = os.environ.get(NODES, "")
+        if not text:
+            return cls()
+        parts = text.split()
+        if len(parts) != 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+            raise ValueError(f"{NODES}: NUM RANK HOST:PORT is needed, such as '2 0 10.0.0.1:29500', got {text!r}")
+        return cls(int(parts[0]), int(parts[1]), parts[2])
+
+    def environment(self) -> dict[str, str]:
+        """The variable that `from_environment` reads."""
+        return {NODES: f"{self.num} {self.rank} {self.endpoint}"} if self.num > 1 else {NODES: ""}
+
+    def arguments(self, job: str) -> list[str]:
+        """torchrun's options; `job` is the same word on all machines."""
+        if self.num == 1:
+            return ["--standalone"]
+        # is_host: a host name that resolves to several addresses is not always recognised as this machine's own
+        settings = f"join_timeout={JOIN_S},read_timeout={CONNECT_S},is_host={int(self.rank == 0)}"
+        return [f"--nnodes={self.num}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={job}",
+                f"--rdzv-conf={settings}"]
+
+
+ONE_MACHINE = Nodes()
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -92,30 +143,35 @@ def _terminate(process: subprocess.Popen) -> None:
 
 
 def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: Path | str, threads: int,
-                 on_progress: Callable[[dict], None] | None = None) -> None:
+                 on_progress: Callable[[dict], None] | None = None, nodes: Nodes = ONE_MACHINE,
+                 environment: Mapping[str, str] | None = None) -> None:
     """Runs `python -m module args` in `num_processes` processes and returns when all have ended well.
 
-    log_dir: gets `<last part of module>.log`, the whole output of all ranks; threads: OMP_NUM_THREADS of each process;
-    on_progress: called in this thread with the fields of each `report_progress`. Any exception raised here, Ctrl-C
-    and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. The workers get this
+    log_dir: gets `<last part of module>.log`, the whole output of all ranks of this machine (`.node1.log` and so on for
+    machines behind the first); threads: OMP_NUM_THREADS of each process; on_progress: called in this thread with the
+    fields of each `report_progress` of this machine's ranks; environment: more variables for the workers.
+
+    Any exception raised here, Ctrl-C and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. The workers get this
     repository and PYTHONPATH as their import path, not what else this process has in `sys.path`.
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
-    log = log_dir / f"{module.rpartition('.')[2]}.log"
+    log = log_dir / f"{module.rpartition('.')[2]}{f'.node{nodes.rank}' if nodes.rank else ''}.log"
     error_folder = log_dir / f"errors-{uuid.uuid4().hex[:8]}"
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    env = {**os.environ, **nodes.environment(), **(environment or {}), "OMP_NUM_THREADS": str(threads),
+           "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "dflash_lib.launch", str(os.getpid()),
-               "--standalone", f"--nproc-per-node={num_processes}", "--max-restarts=0", f"--log-dir={error_folder}",
-               "--module", module, *map(str, args)]
+               *nodes.arguments(module.rpartition(".")[2]), f"--nproc-per-node={num_processes}", "--max-restarts=0",
+               f"--log-dir={error_folder}", "--module", module, *map(str, args)]
     tail: deque[str] = deque(maxlen=120)  # torchrun's own words about a failure take some 50 lines
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
     try:
         with open(log, "a", encoding="utf-8") as log_file:
-            log_file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {module} in {num_processes} process(es)\n")
+            of = f", node {nodes.rank} of {nodes.num}" if nodes.num > 1 else ""
+            log_file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {module} in {num_processes} process(es){of}\n")
             for line in process.stdout:
                 if line.startswith(PROGRESS_MARK):
                     if on_progress is not None:
@@ -134,7 +190,8 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
         return
     if failure is not None and failure[1]:
         rank, traceback = failure  # the log has the traceback, too
-        where, raised = f"rank {rank} of {num_processes}", _for_the_user(traceback)
+        where = f"rank {rank} of {num_processes}" + (f" on node {nodes.rank} of {nodes.num}" if nodes.num > 1 else "")
+        raised = _for_the_user(traceback)
         raise LaunchError(f"{module}: {raised} ({where}; traceback in {log})" if raised else
                           f"{module}: {where} failed (output: {log}):\n{traceback}", rank)
     raise LaunchError(f"{module}: ended with code {code} and left no traceback; was it killed, or out of memory? "

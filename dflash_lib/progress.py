@@ -15,6 +15,23 @@ def watched(stream: TextIO) -> bool:
         "DFLASH_PIPELINE_PID" not in os.environ)
 
 
+def human_seconds(seconds: float) -> str:
+    """Seconds as people say them: 41 s, 12 min, 1 h 12 min, 3 d 4 h."""
+    seconds = round(seconds)
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = round(minutes / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{hours // 24} d {hours % 24} h"
+
+
+def human_rate(rate: float) -> str:
+    """Units a second: 18,480; 231; 4.32; 0.0731."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 class Progress:
     """Counts work towards `total` and reports rate and time left.
 
@@ -55,11 +72,12 @@ class Progress:
         """The line as text: what, done/total, rate, time left, note."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         rate = (self.done - self.start) / seconds
-        left = f"{seconds:.0f} s"
+        left = human_seconds(seconds)
         if rate > 0 and self.done < self.total:
-            left = f"{(self.total - self.done) / rate:.0f} s left"
-        share = 100 * self.done / self.total if self.total else 100.0
-        text = f"{self.what}: {self.done}/{self.total} {self.unit} ({share:.0f} %), {rate:.4g} {self.unit}/s, {left}"
+            left = f"{human_seconds((self.total - self.done) / rate)} left"
+        share = int(100 * self.done / self.total) if self.total else 100  # 100 % is the end, not 99.6
+        text = (f"{self.what}: {self.done:,}/{self.total:,} {self.unit} ({share} %), {human_rate(rate)} {self.unit}/s, "
+                f"{left}")
         return f"{text}, {self.note}" if self.note else text
 
     def _show(self) -> None:

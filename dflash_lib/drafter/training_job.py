@@ -5,11 +5,11 @@ by paths, device or number of threads. A folder that holds another job is moved 
 when that job is asked for again.
 """
 
-import fcntl
 import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -23,24 +23,16 @@ from dflash_lib.drafter.training import Trainer, TrainingError, TrainOptions
 from dflash_lib.files import hash_value, read_json, write_json
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.job_status import JobStatus
 from dflash_lib.launch import report_progress, run_torchrun, run_worker
+from dflash_lib.locks import folder_lock
 from dflash_lib.progress import Progress
 from dflash_lib.target.loading import load_target
 
 
-@contextmanager
-def only_trainer_of(folder: Path) -> Iterator[None]:
-    """Holds `<folder>.lock` while training; the kernel lets go of it however the process ends.
-
-    Raises TrainingError when another process trains in this folder.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise TrainingError(f"{folder}: another process is training here; wait for it, or stop it") from error
-        yield
+def training_lock(folder: Path) -> tuple[Path, str]:
+    """Folder and name of the lock of a training folder: beside it, because `open_job` may move it aside."""
+    return folder.parent, f".{folder.name}.lock"
 
 
 def open_job(folder: Path, job: dict[str, Any]) -> str:
@@ -74,31 +66,36 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     """Trains in `folder` through torchrun, or goes on where a stopped run ended; returns the summary, with `job` saying
     which: "new", "continues" or "finished".
 
-    dtype: of the target's modules (the drafter is float32); show: print a progress line. Raises TrainingError while
-    another process trains in the folder, LaunchError with the worker's traceback when it fails.
+    dtype: of the target's modules (the drafter is float32); show: print a progress line. Raises Locked while another
+    process trains in the folder, LaunchError with the worker's traceback when it fails.
     """
     folder, plan = Path(folder).resolve(), ExtractionPlan.load(store)
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
            "options": asdict(options)}
-    with only_trainer_of(folder):
+    parent, lock = training_lock(folder)
+    with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
         if state != "finished":
-            with Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress:
+            with (Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress,
+                  JobStatus(folder / "logs" / "training.status.json", "training", options.steps, "steps",
+                            disk=folder) as status):
                 run_torchrun("dflash_lib.drafter.training_job",
                              [folder, Path(store).resolve(), Path(model).resolve(), device, threads], 1,
-                             folder / "logs", threads, follow(progress))
+                             folder / "logs", threads, follow(progress, status, device))
     return {**read_json(folder / "summary.json"), "job": state}
 
 
-def follow(progress: Progress) -> Callable[[dict[str, Any]], None]:
-    """What takes the worker's log rows and shows them; the rate counts from the first step seen, not from step 0."""
-    started = False
+def follow(progress: Progress, status: JobStatus, device: str) -> Callable[[dict[str, Any]], None]:
+    """What takes the worker's log rows, shows them and notes them for other terminals; the rate counts from the first
+    step seen, not from step 0."""
+    began: float | None = None
 
     def take(row: dict[str, Any]) -> None:
-        nonlocal started
-        if not started:
+        nonlocal began
+        if began is None:
             progress.restart(row["step"])
-            started = True
+            status.start, began = row["step"], time.monotonic()
+        status.worker(0, done=row["step"] - status.start, seconds=time.monotonic() - began, device=device)
         validation = row.get("validation")
         progress.set(row["step"], f"validation acceptance {validation['acceptance_length']:.3f}" if validation else "")
 

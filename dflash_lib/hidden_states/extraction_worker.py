@@ -1,92 +1,196 @@
-"""The extraction job: what torchrun starts, in one process a device.
+"""The extraction job: what torchrun starts, in one process a device, with the path of the job file.
 
-A rank loads the target, takes its part of the missing shards and writes them one by one. A kill at any moment loses at
-most the shard that was being written.
+A worker loads the target and claims one missing shard after the other. While it computes, a thread writes what it has
+computed. A kill at any moment loses at most the shards that were not yet in their place.
 """
 
-import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dflash_lib.conversations.prepare import PreparedRows
-from dflash_lib.hidden_states.encode import encode_sample
+from dflash_lib.hidden_states.batches import BatchRunner
+from dflash_lib.hidden_states.claims import Claims
+from dflash_lib.hidden_states.job import NUM_SHOWN, ExtractionJob, check_quarantined, describe_quarantined
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError
+from dflash_lib.hidden_states.shard_stream import ShardStream
 from dflash_lib.hidden_states.shards import ShardWriter
-from dflash_lib.hidden_states.store import missing_shards
-from dflash_lib.launch import report_progress, run_worker
-from dflash_lib.target.capture import capture_batch
+from dflash_lib.launch import Nodes, report_progress, run_worker
 from dflash_lib.target.loading import Target, load_target
+from dflash_lib.target.memory import is_device_lost
+
+GPUS = "DFLASH_GPUS"  # environment variable: this machine's CUDA device numbers, "0,2", one a worker
+TELL_S = 1.0  # between two reports to another machine
+SWITCH_S = 0.0005  # how long a thread of Python keeps the others waiting: the writer's calls are short and many
 
 
 def extract_shard(target: Target, prepared: PreparedRows, plan: ExtractionPlan, store: Path | str, shard: int,
                   on_tokens: Callable[[int], None] | None = None) -> None:
     """Runs one shard's batches through the target and writes the shard. `on_tokens` gets each batch's real tokens."""
-    masks = [prepared.row(index)[1] for index in plan.samples_of(shard)]
-    with ShardWriter(store, plan, shard, masks) as writer:
-        for batch in plan.shards[shard]:
-            rows = [prepared.row(index) for index in batch]
-            samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids, plan.last_state != "none")
-            for index, (ids, mask), sample in zip(batch, rows, samples, strict=True):
-                writer.add(index, ids, mask, encode_sample(target, plan, mask, sample).cpu())
-            if on_tokens is not None:
-                on_tokens(sum(len(ids) for ids, _ in rows))
+    with ShardStream(store, plan, prepared) as stream:
+        _run_shard(BatchRunner(target, prepared, plan), stream, shard, on_tokens or (lambda _num: None))
 
 
-def share_out(shards: list[int], shard_tokens: list[int], num_ranks: int) -> list[list[int]]:
-    """Shares shards out so that ranks have about as many tokens each: the largest first, to whoever has least."""
-    parts: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for shard in sorted(shards, key=lambda i: (-shard_tokens[i], i)):
-        rank = loads.index(min(loads))
-        parts[rank].append(shard)
-        loads[rank] += shard_tokens[shard]
-    return parts
+def _run_shard(runner: BatchRunner, stream: ShardStream, shard: int, on_tokens: Callable[[int], None]) -> None:
+    for batch in runner.plan.shards[shard]:
+        stream.check()
+        runner.run(batch, lambda action: stream.write(shard, action))
+        on_tokens(int(sum(runner.prepared.lengths[index] for index in batch)))
+    stream.finish(shard)
 
 
-def _todo_of_all_ranks(store: Path, plan: ExtractionPlan) -> list[int]:
-    """The missing shards as rank 0 sees them, so that all ranks share out one and the same list."""
-    if int(os.environ["WORLD_SIZE"]) == 1:
-        return missing_shards(store, plan)[0]
-    dist.init_process_group("gloo")
-    box = [missing_shards(store, plan)[0] if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    dist.destroy_process_group()
-    return box[0]
+class _Worker:
+    """One worker's counts, and what it reports: rank, pid, device, shard, tokens and seconds since its first batch,
+    bytes of its finished shards, batches split, state ("working", "waiting", "done" or "lost"), and why it is lost."""
+
+    def __init__(self, claims: Claims, device: str, report: Callable[..., None]):
+        self.claims, self.device, self.report = claims, device, report
+        self.tokens = self.written_tokens = self.bytes_written = self.num_splits = 0
+        self.shard, self.state, self.error = -1, "working", ""
+        self.began: float | None = None
+        self.said = 0.0
+
+    def say(self, tokens: int = 0, **changes: Any) -> None:
+        """Adds `tokens`, sets `changes`, reports."""
+        self.tokens += tokens
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.said = time.monotonic()
+        seconds = self.said - self.began if self.began is not None else 0.0
+        self.report(rank=self.claims.rank, pid=os.getpid(), device=self.device, shard=self.shard, tokens=self.tokens,
+                    seconds=seconds, bytes_written=self.bytes_written, num_splits=self.num_splits, state=self.state,
+                    error=self.error)
+
+    def wait(self, stream: ShardStream) -> None:
+        """What is done while no shard can be had."""
+        stream.check()
+        if self.state != "waiting" or time.monotonic() - self.said > TELL_S:
+            self.say(state="waiting")
 
 
-def main() -> None:
-    """One rank: its share of the missing shards."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    for name in ("store", "model", "prepared", "dtype", "device"):
-        parser.add_argument(f"--{name}", required=True)
-    args = parser.parse_args()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = Path(args.store)
-    plan, prepared = ExtractionPlan.load(store), PreparedRows.load(args.prepared)
-    if prepared.fingerprint != plan.data["fingerprint"]:
-        raise StoreError(f"{args.prepared}: not the rows that {store} was planned for")
-    torch.set_num_threads(plan.threads)
-    todo = share_out(_todo_of_all_ranks(store, plan), plan.shard_tokens, world)[rank]
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
-    target = load_target(args.model, args.dtype, device, audit="quick")
-    began, tokens = time.monotonic(), 0
+def work(job: ExtractionJob, target: Target, claims: Claims, report: Callable[..., None] = lambda **_fields: None,
+         opened: tuple[ExtractionPlan, PreparedRows] | None = None) -> None:
+    """One worker's whole loop with a loaded target, until every shard of the job is written; needs no torchrun.
 
-    def report(num: int, shard: int) -> None:
-        nonlocal tokens
-        tokens += num
-        report_progress(rank=rank, pid=os.getpid(), shard=shard, tokens=tokens, seconds=time.monotonic() - began)
+    claims: from which it takes shards (`Claims.alone(job.todo)` for one worker in one process); report: gets keyword
+    fields, see `_Worker`; opened: `job.open()`, where it was called already. An error that says that the device is lost
+    leaves the shards in `claims.held`.
+    """
+    plan, prepared = opened or job.open()
+    worker = _Worker(claims, str(target.device), report)
+    runner = BatchRunner(target, prepared, plan)
 
-    report(0, -1)
-    for shard in todo:
-        extract_shard(target, prepared, plan, store, shard, lambda num, shard=shard: report(num, shard))
-        report(0, shard)
+    def before_publishing(writer: ShardWriter) -> None:
+        if writer.quarantined and writer.sample_index:  # a shard with none that is usable is refused by its writer
+            shown = describe_quarantined(writer.quarantined[:NUM_SHOWN], prepared.sample_ids)
+            num = claims.count_quarantined(shown, len(writer.quarantined))
+            check_quarantined(num, [*job.quarantined, *claims.quarantined()], plan.num_samples)
+
+    def on_written(shard: int, num_bytes: int) -> None:
+        worker.bytes_written += num_bytes
+        worker.written_tokens += plan.shard_tokens[shard]
+        claims.done(shard)
+
+    try:
+        with ShardStream(job.store, plan, prepared, on_written, before_publishing) as stream:
+            worker.say()
+            while (shard := claims.next(lambda: worker.wait(stream))) is not None:
+                worker.began = time.monotonic() if worker.began is None else worker.began
+                worker.say(shard=shard, state="working")
+                _run_shard(runner, stream, shard, lambda num: worker.say(num, num_splits=runner.num_splits))
+    except Exception as error:
+        if is_device_lost(error):
+            worker.say(worker.written_tokens - worker.tokens, state="lost", error=str(error))
+        raise
+    worker.say(state="done")
+
+
+class _Reporter:
+    """Sends a worker's reports to the launcher: on node 0 through its own output, and with them what the workers of
+    other machines left in the job's store; on other machines into that store."""
+
+    def __init__(self, claims: Claims, node: int, leads: bool):
+        self.claims, self.node, self.leads = claims, node, leads
+        self.told, self.last, self.state = -TELL_S, {}, ""
+
+    def __call__(self, **fields: Any) -> None:
+        now = time.monotonic()
+        often = now - self.told < TELL_S and fields["state"] == self.state
+        if self.node == 0:
+            report_progress(**fields)
+        if self.claims.spans_nodes and not often:
+            self.told, self.state = now, fields["state"]
+            self.claims.check()
+            if self.node > 0:
+                self.claims.tell_progress(fields)
+            elif self.leads:
+                self.pass_on()
+
+    def pass_on(self) -> None:
+        """What other machines' workers have left since."""
+        for fields in self.claims.told_progress():
+            if self.last.get(fields["rank"]) != fields:
+                self.last[fields["rank"]] = fields
+                report_progress(**fields)
+
+
+def _leave_without_device(claims: Claims, device: str, reporter: _Reporter, error: Exception) -> None:
+    """Ends this process with code 0, its shards given back. Raises StoreError when it was the last."""
+    print(f"rank {claims.rank}: {device} is lost: {error}", file=sys.stderr, flush=True)
+    if not claims.give_back(device, error):
+        told = "".join(f"\n  {lost['device']}: {lost['error']}" for lost in claims.all_lost())
+        raise StoreError(f"no worker is left: every device was lost.{told}\nLook after the devices (nvidia-smi, the "
+                         "kernel's log); the same command goes on from the finished shards.") from error
+    if claims.spans_nodes:  # the agent of a machine without workers would end, and may be the one that has the store
+        with claims.heartbeat():
+            claims.wait_for_the_end(reporter.pass_on if reporter.leads else lambda: None)
+    os._exit(0)  # no clean-up: it would touch the device, and abort
+
+
+def main(path: str) -> None:
+    """One worker: as many shards as it gets to."""
+    local, node = int(os.environ["LOCAL_RANK"]), Nodes.from_environment().rank
+    claims = Claims.connect()
+    leads = node == 0 and local == 0
+    if leads:
+        job = ExtractionJob.load(path)
+        claims.publish(job.todo, job.num_quarantined, asdict(job))
+    job = ExtractionJob(**claims.receive())
+    if not job.todo:
+        return  # only to let the other machines know
+    gpus = os.environ.get(GPUS)
+    device = f"cuda:{gpus.split(',')[local]}" if gpus else job.device
+    torch.set_num_threads(job.threads)
+    sys.setswitchinterval(SWITCH_S)
+    with claims.failure_told(), claims.heartbeat():
+        opened, reporter = job.open(), _Reporter(claims, node, leads)
+        try:
+            target = _load(job, device, claims, reporter)
+            work(job, target, claims, reporter, opened)
+        except Exception as error:
+            if not is_device_lost(error):
+                raise
+            _leave_without_device(claims, device, reporter, error)
+
+
+def _load(job: ExtractionJob, device: str, claims: Claims, report: Callable[..., None]) -> Target:
+    """The job's target on `device`; one that is lost already is reported."""
+    try:
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)  # or pinned memory would take a context on the first device
+        return load_target(job.model, job.dtype, device, audit="quick")
+    except Exception as error:
+        if is_device_lost(error):
+            _Worker(claims, device, report).say(state="lost", error=str(error))
+        raise
 
 
 if __name__ == "__main__":
-    run_worker(main)
+    run_worker(lambda: main(sys.argv[1]))

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from dflash_lib.hidden_states.schema import (
     shard_name,
 )
 
+UNREADABLE = (OSError, KeyError, ValueError, RuntimeError)  # what h5py raises for a damaged file, by what is damaged
 NUM_OPEN_FILES = 32
 CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
 
@@ -95,14 +97,17 @@ def read_shard_index(store: Path | str, plan: ExtractionPlan, shard: int) -> Sha
             schema, plan_hash, number = (get_attribute(file, name) for name in ("schema", "plan", "shard"))
             index = ShardIndex(file["offsets"][:], file["sample_index"][:], str(get_attribute(file, "quarantined")))
             num_tokens = file[AUX].shape[0]
-    except (OSError, KeyError, ValueError) as error:
+            if not all(has_digest(file[name], hashlib.sha256(getattr(index, name))) for name in ("offsets",
+                                                                                               "sample_index")):
+                raise ValueError("offsets or sample_index: not what was written")
+            if len(index.offsets) != len(index.sample_index) + 1 or index.offsets[-1] != num_tokens:
+                raise ValueError(f"its offsets do not fit its {num_tokens} tokens")
+    except UNREADABLE as error:
         raise StoreError(f"{path}: damaged or cut off ({error}). Start the extraction again: it replaces this shard "
                          "and keeps the others.") from error
     if (schema, plan_hash, number) != (SCHEMA, plan.hash, shard):
         raise StoreError(f"{path}: belongs to another plan (schema {schema}, plan {str(plan_hash)[:12]}, shard "
                          f"{number}; expected {SCHEMA}, {plan.hash[:12]}, {shard}). Was it copied from another store?")
-    if len(index.offsets) != len(index.sample_index) + 1 or index.offsets[-1] != num_tokens:
-        raise StoreError(f"{path}: damaged: its offsets do not fit its {num_tokens} tokens")
     return index
 
 
@@ -224,7 +229,8 @@ class HiddenStateStore:
             try:
                 self._files[shard] = h5py.File(path, "r", locking=False, rdcc_nbytes=CACHE_BYTES)
             except OSError as error:
-                raise StoreError(f"{path}: cannot be opened ({error})") from error
+                raise StoreError(f"{path}: cannot be opened ({error}). Start the extraction again: it "
+                                 "replaces shards that are damaged.") from error
             if len(self._files) > NUM_OPEN_FILES:
                 oldest, file = self._files.popitem(last=False)
                 file.close()
@@ -236,8 +242,20 @@ class HiddenStateStore:
         """input_ids int32 [T] and loss_mask uint8 [T] of one sample, without its states."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
-        file = self._checked_file(shard)
-        return file["input_ids"][start:stop], file["loss_mask"][start:stop]
+        with self._reading(shard):
+            file = self._checked_file(shard)
+            return file["input_ids"][start:stop], file["loss_mask"][start:stop]
+
+    @contextmanager
+    def _reading(self, shard: int) -> Iterator[None]:
+        """Says of a shard that turns out to be damaged what to do about it."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except UNREADABLE as error:
+            raise StoreError(f"{self.folder / shard_name(shard)}: cannot be read ({error}). "
+                             f"{repair(shard_name(shard))}") from error
 
     def _checked_file(self, shard: int) -> h5py.File:
         """`file`, whose small datasets were once compared with their checksums by this process. The states need no
@@ -257,15 +275,12 @@ class HiddenStateStore:
         when the store lacks it or its bytes cannot be read."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
-        file = self._checked_file(shard)
-        try:
+        with self._reading(shard):
+            file = self._checked_file(shard)
             first, end = self._last_range(shard, file, start, stop)
             tensors = {stored.name: from_raw(read_raw(file[stored.name], *((start, stop) if stored.per_token else
                                                                           (first, end)), stored.dtype))
                        for stored in self.plan.datasets}
-        except (OSError, KeyError) as error:
-            raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
-                             f"{repair(shard_name(shard))}") from error
         if LAST_ROWS in tensors:
             tensors[LAST_ROWS] = tensors[LAST_ROWS] - start
         return EncodedSample(tensors)

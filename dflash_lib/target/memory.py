@@ -1,4 +1,5 @@
-"""Is there room for the target? Said before loading, since a process that is killed for memory says nothing."""
+"""Is there room for the target? Said before loading, since a process that is killed for memory says nothing. And what
+an error of a computation means: too little memory, or a device that is gone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,22 @@ def check_memory(what: str, num_parameters: int, dtype: torch.dtype, device: str
                 + ("Use dtype bfloat16" if dtype.itemsize > 2 else "Free memory")
                 + ", another device, or a machine with more.")
     return needed, free_memory(device)
+
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+DEVICE_FAULTS = ("CUDA error", "HIP error", "NVML_SUCCESS")  # beside AcceleratorError: cuBLAS's, and a lost driver's
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a computation failed for want of memory, of the GPU or of the process: a smaller one may succeed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether an error says that the accelerator cannot be used any longer by this process: fallen off the bus, an
+    uncorrectable memory error, a kernel that failed. Nothing that this process does with it can succeed after that."""
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in DEVICE_FAULTS)

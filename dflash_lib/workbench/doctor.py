@@ -1,10 +1,8 @@
 """Is this machine ready? One line a question, green, amber (works, but look) or red (will not), with what to do."""
 
-import csv
 import fcntl
 import importlib.metadata
 import importlib.util
-import io
 import os
 import platform
 import resource
@@ -25,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
+from dflash_lib.target.gpus import list_gpus
 from dflash_lib.target.hub import find_cached, is_hub_id
 from dflash_lib.target.memory import free_memory
 from dflash_lib.workbench.capacity import target_size
@@ -113,44 +112,30 @@ def version_lines() -> list[Line]:
                           f"{len(versions) - len(chosen)} more, as required")]
 
 
-def _nvidia_smi(*query: str) -> list[list[str]]:
-    done = subprocess.run(["nvidia-smi", *query, "--format=csv,noheader,nounits"], capture_output=True, text=True,
-                          timeout=30, check=True)
-    rows = [[field.strip() for field in row] for row in csv.reader(io.StringIO(done.stdout))]
-    return [row for row in rows if len(row) == query[0].count(",") + 1]  # others are remarks ("No devices were found")
-
-
 def gpu_lines() -> list[Line]:
     """GPUs with memory, driver and who uses them, as nvidia-smi says, and whether PyTorch sees them, too."""
     if shutil.which("nvidia-smi") is None:
         return [Line(AMBER, "GPUs", "none (no nvidia-smi)", "a CPU is enough for the demo; a target of billions of "
                      "parameters needs a GPU with its driver")]
     try:
-        cards = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used,driver_version")
-        users = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+        cards = list_gpus()
     except (subprocess.SubprocessError, OSError) as error:
         reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         return [Line(RED, "GPUs", f"nvidia-smi fails: {reason[0] if reason else error}",
                      "the driver does not work: reload or reinstall it, or restart the machine")]
     lines = []
-    for index, uuid, name, total, used, driver in cards:
-        theirs = [f"process {pid} ({Path(program).name}, {memory} MiB)" for owner, pid, program, memory in users
-                  if owner == uuid and pid != str(os.getpid())]
-        found = f"{name}, {total} MiB, {used} MiB used, driver {driver}" + (f"; {', '.join(theirs)}" if theirs else "")
-        busy = bool(theirs) or _number(used) > 0.05 * _number(total)
-        lines.append(Line(AMBER if busy else GREEN, f"GPU {index}", found,
-                          "in use: wait for its user, or leave it out with CUDA_VISIBLE_DEVICES" if busy else ""))
+    for card in cards:
+        found = f"{card.name}, {card.total} MiB, {card.used} MiB used, driver {card.driver}"
+        lines.append(Line(AMBER if card.busy else GREEN, f"GPU {card.index}", found + (
+            f"; {card.users}" if card.others else ""),
+            "in use: 04_extract leaves it out unless gpus names it; for the rest wait for its user, or leave it out "
+            "with CUDA_VISIBLE_DEVICES" if card.busy else ""))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cards and not torch.cuda.is_available():
         lines.append(Line(RED, "PyTorch and GPUs", f"PyTorch {torch.__version__} sees none of {len(cards)} GPUs",
                           "unset CUDA_VISIBLE_DEVICES" if hidden is not None else
                           "install a CUDA build of PyTorch that this driver can run"))
     return lines or [Line(AMBER, "GPUs", "nvidia-smi lists none", "is the driver's device passed to this container?")]
-
-
-def _number(text: str) -> float:
-    """A count of nvidia-smi; 0 for "[N/A]"."""
-    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
 def kernel_line(config, on_gpu: bool) -> Line:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import nbformat
 
 from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
-from dflash_lib.workbench.locks import run_lock
+from dflash_lib.locks import folder_lock
 from dflash_lib.workbench.parameters import (
     RUN_DIR,
     Parameter,
@@ -83,7 +83,7 @@ class PipelineResult:
 def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> PipelineResult:
     """Runs the job and returns what happened; a failing notebook ends it and is in the result, not raised.
 
-    Raises ValueError (ParameterError, RunError, RunLocked) and FileNotFoundError, before anything is executed, for what
+    Raises ValueError (ParameterError, RunError, Locked) and FileNotFoundError, before anything is executed, for what
     the user can put right, and KeyboardInterrupt on Ctrl-C or SIGTERM, with the kernel and its jobs stopped.
     """
     stream = stream or sys.stdout
@@ -97,7 +97,7 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
     result = PipelineResult(run_folder(params, options.params_file, options.runs_dir, options.run_id))
     result.folder.mkdir(parents=True, exist_ok=True)
-    with run_lock(result.folder), _sigterm_interrupts():
+    with folder_lock(result.folder, "run"), _sigterm_interrupts():
         _say_changed(result.folder, params, stream)
         write_params(result.folder, params)
         for notebook in notebooks:

@@ -20,14 +20,14 @@ from typing import Any
 import yaml
 
 from dflash_lib.files import atomic_path, hash_value, read_json, write_json, write_text
-from dflash_lib.workbench.locks import lock_holder
+from dflash_lib.locks import lock_holder
 from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_parameters_file, resolve_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
 # hashed by content, pipeline.py
 INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
-BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages")
+BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages", "logs")
 OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
 
 
@@ -234,8 +234,9 @@ def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) ->
             raise RunError(f"{folder}: no params.yaml, so this is not a run folder")
         _start_demo_run(folder)
     holder = lock_holder(folder)
-    if holder is not None and str(holder) != os.environ.get(PIPELINE_PID):
-        raise RunError(f"{folder}: the pipeline (process {holder}) is working on this run; wait for it, or stop it")
+    if holder is not None and str(holder["pid"]) != os.environ.get(PIPELINE_PID):
+        raise RunError(f"{folder}: the pipeline (process {holder['pid']} on {holder['host']}) is working on this run; "
+                       f"wait for it, or stop it: `python -m dflash_lib stop {folder}`")
     wanted = read_parameters_file(folder / "params.yaml")
     parameters = to_json(parameters, "parameters")
     differences = {name: [wanted.get(name, "(not set)"), value] for name, value in parameters.items()

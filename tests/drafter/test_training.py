@@ -27,11 +27,13 @@ from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
 from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
-from dflash_lib.drafter.training_job import only_trainer_of, open_job, sigterm_noted
+from dflash_lib.drafter.training_job import open_job, sigterm_noted, training_lock
 from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.job_status import read_status
 from dflash_lib.launch import LaunchError
+from dflash_lib.locks import Locked, folder_lock
 from dflash_lib.target.loading import load_target
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
@@ -247,15 +249,12 @@ def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
         open_job(tmp_path / "thesis", {})
 
 
-def test_two_trainers_in_one_folder_are_refused(tmp_path):
-    with only_trainer_of(tmp_path / "drafter"):
-        with pytest.raises(TrainingError, match="another process is training here"), only_trainer_of(
-                tmp_path / "drafter"):
-            pass
-        with only_trainer_of(tmp_path / "other"):
-            pass
-    with only_trainer_of(tmp_path / "drafter"):
-        pass
+def test_two_trainers_in_one_folder_are_refused(tiny_store, tiny_llama, tmp_path):
+    parent, lock = training_lock(tmp_path / "drafter")
+    with folder_lock(parent, "training", lock), pytest.raises(Locked, match="is working on this training"):
+        start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
+                       device="cpu", threads=1, options=OPTIONS)
+    assert not (tmp_path / "drafter").exists()
 
 
 def test_a_checkpoint_of_another_store_is_refused(tiny_store, tiny_llama, tmp_path):
@@ -304,6 +303,9 @@ def test_training_through_torchrun_and_a_second_call(tiny_store, tiny_llama, tmp
            "options": OPTIONS}
     assert start_training(tmp_path / "drafter", **job)["job"] == "new"
     assert "train: 12/12 steps" in capsys.readouterr().out
+    status = read_status(tmp_path / "drafter" / "logs" / "training.status.json")
+    assert (status["state"], status["done"], status["total"], status["unit"]) == ("finished", 12, 12, "steps")
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"], "the lock is gone"
     written = os.stat(tmp_path / "drafter" / "last" / "model.safetensors").st_mtime_ns
     assert start_training(tmp_path / "drafter", **job)["job"] == "finished"
     assert os.stat(tmp_path / "drafter" / "last" / "model.safetensors").st_mtime_ns == written
@@ -391,7 +393,7 @@ def test_interrupting_the_launcher_saves_the_training(tiny_store, tiny_llama, tm
     job = {"store": tiny_store.folder, "model": tiny_llama.path, "dtype": "float32", "device": "cpu", "threads": 1,
            "options": replace(OPTIONS, steps=100_000, checkpoint_interval=100_000, validation_interval=100_000)}
 
-    def interrupted(_progress):
+    def interrupted(*_):
         def take(row):
             if row["step"] >= 2:
                 raise KeyboardInterrupt

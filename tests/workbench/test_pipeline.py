@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from dflash_lib.files import read_json
+from dflash_lib.locks import LOCK_NAME, Locked, folder_lock
 from dflash_lib.workbench import pipeline
-from dflash_lib.workbench.locks import LOCK_NAME, RunLocked, run_lock
 from dflash_lib.workbench.parameters import ParameterError
 from dflash_lib.workbench.pipeline import run_pipeline
 from dflash_lib.workbench.runs import REPOSITORY, RunError
@@ -186,7 +186,7 @@ def test_bad_parameters_and_inputs_stop_before_anything_runs(job):
 
 def test_one_run_at_a_time(job):
     (job / "runs" / "job").mkdir(parents=True)
-    with run_lock(job / "runs" / "job"), pytest.raises(RunLocked, match="is working on this run"):
+    with folder_lock(job / "runs" / "job", "run"), pytest.raises(Locked, match="is working on this run"):
         run(job)
     assert run(job)[0] == ["passed", "passed"]
 
@@ -195,7 +195,7 @@ def test_a_notebook_opened_by_hand_waits_for_the_pipeline(job):
     from dflash_lib.workbench import open_run
 
     run(job)
-    with run_lock(job / "runs" / "job"), pytest.raises(RunError, match="the pipeline .* is working on this run"):
+    with folder_lock(job / "runs" / "job", "run"), pytest.raises(RunError, match="pipeline .* is working on this run"):
         open_run(__notebook_name__="01_a", run_dir=str(job / "runs" / "job"))
 
 
