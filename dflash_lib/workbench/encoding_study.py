@@ -21,12 +21,13 @@ from dflash_lib.hidden_states.encode import encode_sample
 from dflash_lib.hidden_states.extraction import plan_extraction
 from dflash_lib.hidden_states.parity import relative_errors
 from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan
-from dflash_lib.hidden_states.schema import shard_name
+from dflash_lib.hidden_states.schema import ENCODINGS, LAST_STATES, shard_name
 from dflash_lib.hidden_states.shards import ShardWriter
 from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, missing_shards
 from dflash_lib.progress import Progress
 from dflash_lib.target.capture import CapturedSample, capture_batch
 from dflash_lib.target.loading import Target
+from dflash_lib.workbench.trials import Outcome
 
 NUM_REPEATS = 3
 
@@ -55,7 +56,7 @@ class Form:
 @dataclass(frozen=True)
 class FormCost:
     """bytes_per_token: of the whole store's shard files. write_s, read_s: seconds for measured_tokens in files of
-    measured_bytes, one thread, files in the system's cache: encoding, checksums, compression, writing, fsync and rename;
+    measured_bytes, one thread, files in the system's cache: encoding, checksums, compression, writing, fsync, rename;
     reading and decoding every sample in a random order. aux_error, last_error: |stored - captured| / |captured| of the
     median token behind position 0, the worst layer's, and of the median stored row of the last state, NaN without one;
     covered: the target's probability within the top k in the mean row, NaN for other forms."""
@@ -70,6 +71,55 @@ class FormCost:
     aux_error: float
     last_error: float
     covered: float
+
+
+def all_forms(topk: int) -> list[Form]:
+    """Every encoding with every form of the last state."""
+    return [Form(encoding, last_state, topk if last_state == "topk" else 0)
+            for encoding in ENCODINGS for last_state in LAST_STATES]
+
+
+def forms_to_train(forms: Sequence[Form]) -> list[Form]:
+    """The first of the forms that hold the same values."""
+    return list({form.values: form for form in reversed(forms)}.values())[::-1]
+
+
+def same_values(stores: Sequence[Path], indices: Sequence[int]) -> bool:
+    """Whether samples have the same aux states in all of these stores, bit for bit."""
+    opened = [HiddenStateStore.open(store) for store in stores]
+    return all(torch.equal(opened[0].read(i).aux_hidden_states, other.read(i).aux_hidden_states)
+               for i in indices for other in opened[1:])
+
+
+def forms_table(costs: Sequence[FormCost], outcomes: Sequence[Outcome]):
+    """A row a form, as a pandas DataFrame of text; outcomes: of `forms_to_train`'s, by the form's name, the first of
+    them the one that the others are compared with."""
+    import pandas as pd
+
+    trained = {form.values: form.name for form in forms_to_train([cost.form for cost in costs])}
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    rows = []
+    for cost in costs:
+        outcome = by_name.get(trained[cost.form.values])
+        last = f"{cost.covered:.1%} covered" if np.isfinite(cost.covered) else (
+            f"{cost.last_error:.2g}" if np.isfinite(cost.last_error) else "-")
+        row = [cost.form.encoding, cost.form.name.partition("last ")[2], f"{cost.bytes_per_token:,.0f}",
+               f"{costs[0].bytes_per_token / cost.bytes_per_token:.2f}",
+               f"{cost.measured_bytes / 1e6 / cost.write_s:,.0f}", f"{cost.measured_bytes / 1e6 / cost.read_s:,.0f}",
+               f"{cost.measured_tokens / cost.read_s / 1000:,.0f}", f"{cost.aux_error:.2g}", last]
+        if outcome is None:
+            row += ["not trained", "", ""]
+        else:
+            same = "" if outcome.name == cost.form.name else " (same values)"
+            row += [f"{outcome.acceptance}{same}",
+                    *(("", "") if outcome is outcomes[0] else (f"{interval.value:+.3f} ({interval.low:+.3f} to "
+                                                               f"{interval.high:+.3f})"
+                      for interval in (outcome.ahead_of(outcomes[0]), outcome.ahead_by_seed(outcomes[0]))))]
+        rows.append(row)
+    return pd.DataFrame(rows, columns=[
+        "aux states", "last state", "bytes a token", "times smaller", "write MB/s", "read MB/s", "read k tokens/s",
+        "aux error", "last state's error", "acceptance length (95 %)", "difference (prompts)", "difference (seeds)"]
+        ).set_index(["aux states", "last state"])
 
 
 def plan_forms(target: Target, prepared: PreparedRows, forms: Sequence[Form], options: ExtractionOptions

@@ -18,7 +18,6 @@ import torch
 from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.decoding.eval_prompts import read_prompts
-from dflash_lib.drafter.training import TrainOptions
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.capture import default_layer_ids
 from dflash_lib.target.errors import TargetError
@@ -39,6 +38,7 @@ from dflash_lib.workbench.parameters import all_declarations, read_parameters_fi
 from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
 from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
+from dflash_lib.workbench.trials import train_options
 
 DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
@@ -194,11 +194,7 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
     num_rows = max(1, params["token_budget"] // params["max_length"])
     capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"],
                              fast_kernels=fast_kernels_on(params["device"]))
-    options = TrainOptions(
-        block_size=params["block_size"], mask_token_id=params["mask_token_id"], num_layers=params["num_drafter_layers"],
-        intermediate_size=params["drafter_intermediate_size"], draft_vocab_size=params["draft_vocab_size"],
-        batch_samples=params["batch_samples"], anchors_per_sample=params["anchors_per_sample"],
-        slots_per_anchor=params["slots_per_anchor"], average=params["average"], kl_weight=params["kl_weight"])
+    options = train_options(params)
     return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"])
 
 

@@ -116,6 +116,11 @@ class Run:
         self._touched: set[Path] = set()
         self._read_results: dict[str, str] = {}
 
+    @property
+    def job(self) -> dict[str, Any]:
+        """Every parameter of the run, whichever notebook declares it."""
+        return read_parameters_file(self.folder / "params.yaml")
+
     def path(self, *parts: str) -> Path:
         """A path below the run folder. The pipeline repeats this notebook when what it found there has changed."""
         path = self.folder.joinpath(*parts)

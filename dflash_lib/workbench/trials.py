@@ -6,8 +6,9 @@ missing. Its drafter is walked along the target's own greedy answers, which coun
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,15 @@ from dflash_lib.hidden_states.sampling import interval_factor
 from dflash_lib.target.loading import Target
 
 Z = 1.96
+
+
+def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
+    """The recipe that a job's parameters state, as 06_train has them; `changes` are fields of TrainOptions."""
+    names = {"num_layers": "num_drafter_layers", "intermediate_size": "drafter_intermediate_size",
+             "checkpoint_interval": "validation_interval"}
+    stated = {field.name: params[names.get(field.name, field.name)] for field in fields(TrainOptions)
+              if names.get(field.name, field.name) in params}
+    return TrainOptions(**{**stated, **changes})
 
 
 @dataclass(frozen=True)
