@@ -5,8 +5,8 @@ Everything but torchrun is the real thing: `start_extraction` with its plan, che
 
 import fnmatch
 import json
-import os
 import signal
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,8 +40,9 @@ class At:
 
 
 def stop_here() -> None:
-    """Stops this process, until it is killed from outside."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stops this process, until it is killed from outside. Sent to this very thread: it does nothing after it, which
+    it may when another one takes the signal."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _run_here(target):
@@ -141,12 +142,13 @@ def on_small_disk(target, *, disk, num_bytes, trouble=None, launched=False, chec
         start(target, **job) if launched else extract(target, trouble=trouble, **job)
     except Exception as raised:
         error, kind = str(raised), type(raised).__name__
-    left = folders.state(store)
+    left = folders.state(store) if store.exists() else {}
     limits.remount(disk, 64 << 20)
     (disk / limits.BALLAST).unlink(missing_ok=True)
     extraction.check_free_space = before
     report = start(target, **job) if launched else extract(target, **job)
     after = folders.state(store)
+    left.pop(".lock", None)  # what nobody may remove from a read-only disk; its holder is done with it
     return {"error": error, "kind": kind, "left": left, "report": report, "content": folders.content(store),
             "untouched": all(after.get(name) == entry for name, entry in left.items())}
 
