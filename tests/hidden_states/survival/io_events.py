@@ -17,8 +17,8 @@ REAL_OPEN = io.open
 
 @dataclass(frozen=True)
 class Event:
-    """op: create, write, truncate, fsync, fsync-folder, replace, link, unlink, mkdir or rmdir; when: "before" or "after" it
-    was done; path: absolute (of a rename or link the new name); the others as far as the op has them."""
+    """op: create, write, truncate, fsync, fsync-folder, replace, link, unlink, mkdir or rmdir; when: "before" or
+    "after" it was done; path: absolute (of a rename or link the new name); the others as far as the op has them."""
 
     op: str
     path: str
