@@ -214,8 +214,10 @@ def _locked(store: Path) -> Iterator[None]:
     it."""
     with ExitStack() as stack:
         try:
+            made = not store.exists()
             make_folder(store)
-            stack.callback(_remove_empty, store)
+            if made:
+                stack.callback(_remove_empty, store)
             stack.enter_context(folder_lock(store, "extraction"))
         except OSError as error:
             raise StoreError(f"{store}: cannot be written ({error}). Choose another store_dir.") from error
@@ -252,7 +254,8 @@ def _run(job: ExtractionJob, plan: ExtractionPlan, log_dir: Path, workers: _Work
             run_torchrun(WORKER, [str(path.resolve())], workers.num, log_dir, plan.threads, follow, nodes,
                          workers.environment)
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be removed any more, the job has failed for that reason
+            path.unlink(missing_ok=True)
     return seen
 
 

@@ -17,8 +17,8 @@ REAL_OPEN = io.open
 
 @dataclass(frozen=True)
 class Event:
-    """op: create, write, truncate, fsync, fsync-folder, replace, unlink, mkdir or rmdir; when: "before" or "after" it
-    was done; path: absolute (of a rename the new name); the others as far as the op has them."""
+    """op: create, write, truncate, fsync, fsync-folder, replace, link, unlink, mkdir or rmdir; when: "before" or
+    "after" it was done; path: absolute (of a rename or link the new name); the others as far as the op has them."""
 
     op: str
     path: str
@@ -84,7 +84,7 @@ def watch(*listeners: Listener) -> None:
     if not first:
         return
     real = {name: getattr(os, name) for name in ("open", "write", "fsync", "fdatasync", "replace", "unlink", "mkdir",
-                                                 "rmdir", "ftruncate", "truncate")}
+                                                 "rmdir", "ftruncate", "truncate", "link")}
 
     def os_open(path, flags, mode=0o777, *, dir_fd=None):
         def action():
@@ -109,6 +109,10 @@ def watch(*listeners: Listener) -> None:
         return _tell("replace", target, lambda: real["replace"](source, target, **more),
                      source=os.path.abspath(os.fsdecode(source)))
 
+    def link(source, target, **more):
+        return _tell("link", target, lambda: real["link"](source, target, **more),
+                     source=os.path.abspath(os.fsdecode(source)))
+
     def on_path(op):
         def call(path, *args, dir_fd=None, **more):
             if dir_fd is not None:
@@ -127,5 +131,6 @@ def watch(*listeners: Listener) -> None:
     builtins.open = io.open = _open
     os.open, os.write, os.fsync, os.fdatasync = os_open, write, syncs("fsync"), syncs("fdatasync")
     os.replace = os.rename = replace
+    os.link = link
     os.unlink = os.remove = on_path("unlink")
     os.mkdir, os.rmdir, os.ftruncate, os.truncate = on_path("mkdir"), on_path("rmdir"), ftruncate, truncate

@@ -3,14 +3,26 @@
 Everything but torchrun is the real thing: `start_extraction` with its plan, checks and claims, and the worker's `main`.
 """
 
+import errno
+import fcntl
 import fnmatch
+import hashlib
 import json
-import os
 import signal
+import struct
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import h5py
+import torch
+import torch.distributed as dist
+
+from dflash_lib import locks
 from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.drafter.dataset import TrainingData
 from dflash_lib.hidden_states import extraction, extraction_worker
 from dflash_lib.hidden_states.claims import Claims
 from dflash_lib.hidden_states.job import ExtractionJob
@@ -18,9 +30,11 @@ from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.hidden_states.verify import verify_store
 from tests.hidden_states.rows import make_options
-from tests.hidden_states.survival import folders, io_events, limits, mutations
+from tests.hidden_states.survival import folders, io_events, limits, mutations, targets
 from tests.hidden_states.survival.io_events import Event
 from tests.hidden_states.survival.power_cut import Journal
+
+F_OFD_SETLK = 37  # Python's fcntl names it from 3.12 on
 
 
 class At:
@@ -40,8 +54,9 @@ class At:
 
 
 def stop_here() -> None:
-    """Stops this process, until it is killed from outside."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stops this process, until it is killed from outside. Sent to this very thread: it does nothing after it, which
+    it may when another one takes the signal."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _run_here(target):
@@ -49,26 +64,37 @@ def _run_here(target):
     def run(module, args, num_processes, log_dir, threads, on_progress, *_nodes_and_environment) -> None:
         assert (module, num_processes) == (extraction.WORKER, 1)
         job = ExtractionJob.load(args[0])
-        extraction_worker.work(job, target, Claims.alone(job.todo),
+        claims = Claims(dist.HashStore())
+        claims.publish(job.todo, job.num_quarantined)
+        claims.receive()
+        extraction_worker.work(job, target, claims,
                                lambda **fields: on_progress(json.loads(json.dumps(fields))))
     return run
 
 
-def start(target, *, store, prepared, log_dir, options=None, model=None, dtype="float32", num_processes=1) -> dict:
-    """`start_extraction` as it is, torchrun and all, with changed options; returns its report."""
+def start(target, *, store, prepared, log_dir, options=None, model=None, dtype="float32", num_processes=1,
+          first=()) -> dict:
+    """`start_extraction` as it is, torchrun and all, with changed options; returns its report. first: [function of
+    `limits`, ...] what is so from the beginning."""
+    for name in first:
+        getattr(limits, name)()
     report = extraction.start_extraction(store, model or target.path, prepared, make_options(**(options or {})),
                                          log_dir, num_processes=num_processes, dtype=dtype, show=False)
-    return {key: value for key, value in asdict(report).items() if key in ("num_shards", "num_tokens", "replaced")}
+    return {key: asdict(report)[key] for key in ("num_shards", "num_tokens", "num_splits", "replaced")}
 
 
-def extract(target, *, stop=None, trouble=None, mutate=(), first=(), journal=None, **job) -> dict:
+def extract(target, *, stop=None, trouble=None, mutate=(), journal=None, spoil=None, hunger=None, **job) -> dict:
     """As `start`, but with the worker in this process, whose target is loaded.
 
     stop: fields of `At`, where this process stops itself; trouble: (function of `limits`, its arguments, fields of
-    `At`), what happens to it in the middle; first: [function of `limits`, ...] what is so from the beginning; mutate:
-    names of functions of `mutations` to apply; journal: a file for all changes below the folder above the store's
-    parent, which is what a power cut could lose.
+    `At`), what happens to it in the middle; mutate: names of functions of `mutations` to apply; journal: a file for
+    all changes below the folder above the store's parent, which is what a power cut could lose;
+    spoil, hunger: arguments of `targets`.
     """
+    if spoil:
+        targets.spoil(target, PreparedRows.load(job["prepared"]), spoil)
+    if hunger:
+        targets.make_hungry(target, *hunger)
     heard = [At(stop_here, **stop)] if stop else []
     if trouble:
         what, args, at = trouble
@@ -78,8 +104,6 @@ def extract(target, *, stop=None, trouble=None, mutate=(), first=(), journal=Non
         io_events.watch(*heard, *([notes] if notes else []))
     for name in mutate:  # after `watch`, which then hears what is left of the protection
         getattr(mutations, name)()
-    for name in first:
-        getattr(limits, name)()
     extraction.run_torchrun = _run_here(target)
     report = start(target, **job)
     if notes:
@@ -92,6 +116,7 @@ def extract_each(target, *, stores, prepared, log_dir, mutate=()) -> list[str]:
     for name in mutate:
         getattr(mutations, name)()
     raised = []
+    locks.time = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)  # nobody is about to write one
     for store in stores:
         try:
             extract(target, store=store, prepared=prepared, log_dir=log_dir)
@@ -101,11 +126,13 @@ def extract_each(target, *, stores, prepared, log_dir, mutate=()) -> list[str]:
     return raised
 
 
-def check(target, *, store, prepared, mutate=()) -> dict[str, str]:
+def check(target, *, store, prepared, mutate=(), first=()) -> dict[str, str]:
     """Opens, verifies and reads a store: {"open" | "verify" | "read": the fault in words}, without those that found
     nothing; "crash of ..." with an error that is not one in words."""
     for name in mutate:
         getattr(mutations, name)()
+    for name in first:
+        getattr(limits, name)()
     faults, rows = {}, PreparedRows.load(prepared)
     try:
         opened = HiddenStateStore.open(store)
@@ -141,12 +168,13 @@ def on_small_disk(target, *, disk, num_bytes, trouble=None, launched=False, chec
         start(target, **job) if launched else extract(target, trouble=trouble, **job)
     except Exception as raised:
         error, kind = str(raised), type(raised).__name__
-    left = folders.state(store)
+    left = folders.state(store) if store.exists() else {}
     limits.remount(disk, 64 << 20)
     (disk / limits.BALLAST).unlink(missing_ok=True)
     extraction.check_free_space = before
     report = start(target, **job) if launched else extract(target, **job)
     after = folders.state(store)
+    left.pop(".lock", None)  # what nobody may remove from a read-only disk; its holder is done with it
     return {"error": error, "kind": kind, "left": left, "report": report, "content": folders.content(store),
             "untouched": all(after.get(name) == entry for name, entry in left.items())}
 
@@ -159,3 +187,39 @@ def can_mount(target, *, disk) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def training_batch(target, *, store, first=()) -> str:
+    """sha256 over a batch as the training reads it."""
+    for name in first:
+        getattr(limits, name)()
+    with HiddenStateStore.open(store) as opened:
+        data = TrainingData(opened, opened.sample_indices, batch_samples=4, anchors_per_sample=3, slots_per_anchor=3,
+                            block_size=4, mask_token_id=3, gamma=4.0, need_last=True, seed=0)
+        batch = data.batch(0)
+    digest = hashlib.sha256()
+    for name, value in sorted(vars(batch).items()):
+        digest.update(name.encode() + (value.numpy().tobytes() if isinstance(value, torch.Tensor) else b""))
+    return digest.hexdigest()
+
+
+def locks_that_fail(target, *, folder, first=("no_file_locking",)) -> dict[str, str]:
+    """Kind of lock -> how it fails."""
+    for name in first:
+        getattr(limits, name)()
+    failed, path = {}, Path(folder) / "locked"
+    with open(path, "wb") as file:
+        whole = struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0)
+        for kind, lock in (("flock", lambda: fcntl.flock(file, fcntl.LOCK_EX)),
+                           ("lockf", lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)),
+                           ("open file description", lambda: fcntl.fcntl(file, F_OFD_SETLK, whole))):
+            try:
+                lock()
+                fcntl.lockf(file, fcntl.LOCK_UN)  # or it would be in the way of the next kind
+            except OSError as error:
+                failed[kind] = errno.errorcode[error.errno]
+    try:
+        h5py.File(Path(folder) / "locked.h5", "w", locking=True).close()
+    except OSError:
+        failed["HDF5"] = "OSError"
+    return failed

@@ -5,7 +5,7 @@ import stat
 
 import h5py
 
-from dflash_lib.hidden_states import store, verify
+from dflash_lib.hidden_states import extraction_worker, store, verify
 
 
 def no_file_fsync() -> None:
@@ -46,3 +46,10 @@ def no_chunk_checksums() -> None:
         return real(*args, **more)
 
     h5py.h5d.create = create
+
+
+def no_launch() -> None:
+    """Workers cannot be started: for a job that has nothing to do."""
+    def fail(*_args, **_more):
+        raise AssertionError("workers were started")
+    extraction_worker.work = fail

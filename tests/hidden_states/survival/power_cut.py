@@ -97,6 +97,8 @@ class Disk:
             self.durable = {**others, **here}
         elif event.op == "replace":
             self.names[path] = self.names.pop(event.source)
+        elif event.op == "link":
+            self.names[path] = self.names[event.source]
         elif event.op in ("unlink", "rmdir"):
             del self.names[path]
         elif event.op == "mkdir":

@@ -40,7 +40,8 @@ def flip(path, place: int, bit: int = 2) -> None:
 
 def find_places(path) -> dict[str, int]:
     """Name -> offset of a byte of every kind that a shard has."""
-    places, raw = {"the first byte": 0, "the superblock": 20, "the last byte": path.stat().st_size - 1}, path.read_bytes()
+    raw = path.read_bytes()
+    places = {"the first byte": 0, "the superblock": 20, "the last byte": len(raw) - 1}
     with h5py.File(path) as file:
         for name in (AUX, LAST):
             last = file[name].id.get_num_chunks() - 1
@@ -83,7 +84,7 @@ def test_damage_anywhere_is_found_and_cured_by_the_messages_advice(small, store,
     """At each kind of place: the verification and the reader both see it, or opening the store does."""
     sound = (small[2] / shard_name(HURT)).read_bytes()
     before = state(store)
-    faults = []
+    faults, tried = [], set()
     for name, place in find_places(small[2] / shard_name(HURT)).items():
         flip(store / shard_name(HURT), place)
         found = jobs.check(None, store=store, prepared=small[1])
@@ -93,7 +94,9 @@ def test_damage_anywhere_is_found_and_cured_by_the_messages_advice(small, store,
         for message in found.values():
             if (store / shard_name(HURT)).exists() and follow(message, store) != shard_name(HURT):
                 faults.append(f"{name}: another shard is blamed: {message}")
-        if found:
+        advice = str(sorted(found)) + re.sub(r"[(].*?[)]|[0-9a-z_]+:|/\S+", "", found.get("open", str(found)))
+        if found and advice not in tried:  # once for each kind of finding
+            tried.add(advice)
             report = resume()
             if report["num_shards"] != 1 or content(store) != content(small[2]):
                 faults.append(f"{name}: not cured by {found}; {report}")
@@ -101,7 +104,7 @@ def test_damage_anywhere_is_found_and_cured_by_the_messages_advice(small, store,
             if any(after[file] != entry for file, entry in before.items() if file != shard_name(HURT)):
                 faults.append(f"{name}: other files were touched")
         (store / shard_name(HURT)).write_bytes(sound)
-    assert faults == []
+    assert faults == [] and len(tried) > 1
 
 
 def values(store) -> list:

@@ -1,5 +1,5 @@
-"""A disk that fills up or turns read-only in the middle, a folder without permission: an error in words, finished shards
-stay, and a resume gives the bytes of an undisturbed store.
+"""A disk that fills up or turns read-only in the middle, a folder without permission: an error in words, finished
+shards stay, and a resume gives the bytes of an undisturbed store.
 
 The disk is a real one, in memory, mounted for the job's process alone. Where a system does not let processes do that
 (some containers), those tests say so and are skipped; the limit on the size of files, the read-only calls and the

@@ -36,8 +36,8 @@ def lost_after_the_end(root, events, truth: Path) -> list[str]:
     whole = {f"runs/store/{path.name}": path.read_bytes() for path in truth.iterdir()}
     whole |= {"runs": None, "runs/store": None}
     found = states_after_cuts(root, events, first=len(events))
-    return [f"{where}: {sorted(name for name in whole if state.get(name, '') != whole[name])} lost or damaged"
-            for where, state in found.items() if state != whole]
+    return [f"{where}: {damaged} lost or damaged" for where, state in found.items()
+            if (damaged := sorted(name for name in whole if state.get(name, "") != whole[name]))]
 
 
 def not_survived(server, small, folder: Path, root, events, chosen=None) -> list[str]:
