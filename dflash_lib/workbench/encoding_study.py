@@ -27,7 +27,7 @@ from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, missi
 from dflash_lib.progress import Progress
 from dflash_lib.target.capture import CapturedSample, capture_batch
 from dflash_lib.target.loading import Target
-from dflash_lib.workbench.trials import Outcome
+from dflash_lib.workbench.variants import Outcome
 
 NUM_REPEATS = 3
 

@@ -38,7 +38,7 @@ from dflash_lib.workbench.parameters import all_declarations, read_parameters_fi
 from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
 from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
-from dflash_lib.workbench.trials import train_options
+from dflash_lib.workbench.variants import train_options
 
 DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes

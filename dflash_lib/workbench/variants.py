@@ -77,7 +77,7 @@ class Outcome:
         return Interval(mean, mean - half, mean + half)
 
 
-def run_trials(folder: Path, variants: Sequence[Variant], seeds: Sequence[int], target: Target,
+def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int], target: Target,
                answers: Sequence[Answer], *, dtype: str = "float32", device: str = "cpu", threads: int = 1,
                show: Callable[[str], None] = print) -> list[Outcome]:
     """Trains every variant with every seed, as far as `folder` lacks it, and measures the last drafter of each.
