@@ -135,9 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, help="folder: a store, or speculators', SpecForge's, Model-Optimizer's")
     convert.add_argument("destination", type=Path, help="folder to write; the same command goes on after a kill")
     convert.add_argument("--to", choices=("store", "speculators"), help="default: speculators from a store, else store")
-    convert.add_argument("--encoding", default="", help="bf16 or bf16+zstd of a store, bf16 or fp8 of speculators "
-                         "(default: the source's, else bf16)")
-    convert.add_argument("--drop-last", action="store_true", help="leave the last state out of the store")
+    convert.add_argument("--encoding", default="", help="bf16, bf16+zstd, fp8 or fp8+zstd of a store, bf16 or "
+                         "fp8 of speculators (default: the source's, else bf16)")
+    convert.add_argument("--last-state", choices=("all", "supervised", "none"), default="", help="of a store: of every "
+                         "token, of rows that predict supervised ones, or none (default: all that the source has)")
     convert.add_argument("--rows-only", action="store_true", help="to speculators: its Arrow data set without states")
     convert.add_argument("--target", metavar="MODEL", help="folder or hub id of the model whose states they are, where "
                          "no plan comes with them")

@@ -299,7 +299,7 @@ def convert_command(options: argparse.Namespace) -> int:
     print(source.describe())
     to = options.to or ("speculators" if source.format == "store" else "store")
     done = convert(source, options.destination, ConvertOptions(
-        to=to, encoding=options.encoding, target=options.target, dtype=options.dtype, drop_last=options.drop_last,
+        to=to, encoding=options.encoding, target=options.target, dtype=options.dtype, last_state=options.last_state,
         samples_per_shard=options.samples_per_shard, with_states=not options.rows_only))
     for note in done.notes:
         print(f"note: {note}")

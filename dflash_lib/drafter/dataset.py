@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from dflash_lib.drafter.blocks import anchor_candidates, build_blocks, draw_slots, sample_anchors
-from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, TopLogits
 
 
 @dataclass(frozen=True)
 class Batch:
     """B documents padded on the right to T tokens and A anchors.
 
-    aux_hidden_states float32 [B, T, L, H]; last_hidden_state_prenorm float32 [B, T, H] or None; positions int64 [B, T];
+    aux_hidden_states float32 [B, T, L, H]; last_hidden_state_prenorm float32 [B, T, H] or None, top_logits (padded to
+    [B, T, k] and [B, T]) in its place where the store has these: rows that it lacks, and no label needs, are zero;
+    positions int64 [B, T];
     anchors int64 [B, A]; input_ids int64 [B, A, S]; slots and labels int64, weights float32 [B, A, M]: the M slots of
     each block that are trained (`blocks.draw_slots`). A padded anchor has weights 0.
     """
@@ -33,11 +35,12 @@ class Batch:
     slots: Tensor
     labels: Tensor
     weights: Tensor
+    top_logits: TopLogits | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on `device`."""
         return replace(self, **{name: value.to(device) for name, value in vars(self).items()
-                                if isinstance(value, Tensor)})
+                                if isinstance(value, Tensor | TopLogits)})
 
 
 @dataclass(frozen=True)
@@ -128,19 +131,34 @@ class TrainingData:
         num_anchors = max(len(anchors) for _, anchors, _ in rows)
         num_docs, (_, num_layers, hidden) = len(rows), rows[0][0].aux_hidden_states.shape
         aux = torch.zeros(num_docs, num_tokens, num_layers, hidden)
-        last = torch.zeros(num_docs, num_tokens, hidden) if self.need_last else None
         all_anchors = torch.zeros(num_docs, num_anchors, dtype=torch.int64)
         input_ids = torch.full((num_docs, num_anchors, self.block_size), self.mask_token_id)
         slots = torch.ones(num_docs, num_anchors, self.slots_per_anchor, dtype=torch.int64)
         labels, weights = torch.zeros_like(slots), torch.zeros(slots.shape)
         for row, (sample, anchors, blocks) in enumerate(rows):
             aux[row, :len(sample.input_ids)] = sample.aux_hidden_states.float()
-            if last is not None:
-                last[row, :len(sample.input_ids)] = sample.last_hidden_state_prenorm.float()
             all_anchors[row, :len(anchors)] = anchors
             input_ids[row, :len(anchors)] = blocks.input_ids
             slots[row, :len(anchors)] = blocks.slots
             labels[row, :len(anchors)] = blocks.labels
             weights[row, :len(anchors)] = blocks.weights
+        last, top = _collate_last([sample for sample, _, _ in rows], num_tokens) if self.need_last else (None, None)
         return Batch(tuple(index for _, index in chosen), aux, last, torch.arange(num_tokens).expand(num_docs, -1),
-                     all_anchors, input_ids, slots, labels, weights)
+                     all_anchors, input_ids, slots, labels, weights, top)
+
+
+def _collate_last(samples: Sequence[StoredSample], num_tokens: int) -> tuple[Tensor | None, TopLogits | None]:
+    """The last states [B, T, H] of a batch as float32, or the top logits that stand in their place, with zeros where
+    nothing is stored. (None, None) for a store that has neither."""
+    def padded(values: Sequence[Tensor]) -> Tensor:
+        found = values[0].new_zeros((len(values), num_tokens, *values[0].shape[1:]))
+        for row, (sample, part) in enumerate(zip(samples, values, strict=True)):
+            found[row, slice(len(part)) if sample.last_rows is None else sample.last_rows] = part
+        return found
+
+    if samples[0].top_logits is not None:
+        return None, TopLogits(*(padded([getattr(sample.top_logits, name) for sample in samples])
+                                 for name in ("ids", "logits", "logsumexp")))
+    if samples[0].last_hidden_state_prenorm is not None:
+        return padded([sample.last_hidden_state_prenorm for sample in samples]).float(), None
+    return None, None

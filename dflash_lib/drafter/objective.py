@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.dataset import Batch
-from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl
+from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl, weighted_topk_kl
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.hidden_states.store import HiddenStateStore
 
@@ -84,7 +84,8 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
     """(1 - kl_weight) * cross-entropy on the data + kl_weight * KL to the target's distribution, over the head's rows.
 
     Labels outside the draft vocabulary carry no loss but count as missed. The target's distribution for position p is
-    head(norm(last state at p - 1)), restricted to the same rows.
+    head(norm(last state at p - 1)), restricted to the same rows, or what its stored top-k logits say of it
+    (`losses.weighted_topk_kl`). Raises ValueError for a KL loss on a store without either.
     """
     context = network.context(batch.aux_hidden_states, batch.positions)
     hidden = network(ends.embed(batch.input_ids), batch.anchors, context, batch.slots)
@@ -98,12 +99,16 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
     if kl_weight < 1:
         loss = loss + (1 - kl_weight) * weighted_cross_entropy(logits, labels, weights)
     if kl_weight > 0:
-        if batch.last_hidden_state_prenorm is None:
-            raise ValueError("a KL loss needs last_hidden_state_prenorm, which this store does not hold")
         position = batch.anchors[doc, block] + slot - 1
-        with torch.no_grad():
-            target_logits = ends.target_logits(batch.last_hidden_state_prenorm[doc, position])
-        loss = loss + kl_weight * weighted_kl(logits, target_logits, weights)
+        if batch.top_logits is not None:
+            top = batch.top_logits[doc, position]
+            loss = loss + kl_weight * weighted_topk_kl(logits, top, *ends.draft_ids(top.ids.long()), weights)
+        elif batch.last_hidden_state_prenorm is not None:
+            with torch.no_grad():
+                target_logits = ends.target_logits(batch.last_hidden_state_prenorm[doc, position])
+            loss = loss + kl_weight * weighted_kl(logits, target_logits, weights)
+        else:
+            raise ValueError("a KL loss needs the target's last state or its top logits, and this batch has neither")
     with torch.no_grad():
         hits = (logits.argmax(dim=-1) == labels) & known
         counts = torch.zeros(network.config.block_size, device=weights.device)

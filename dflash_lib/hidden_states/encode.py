@@ -135,8 +135,8 @@ def bad_rows(name: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None
 
 
 def find_bad(raws: dict[str, np.ndarray]) -> str:
-    """What is wrong with a sample's states, "" when nothing: not finite, or all-zero rows. raws: by dataset, `to_raw` of
-    an encoded sample's tensors."""
+    """What is wrong with a sample's states, "" when nothing: not finite, or all-zero rows. raws: `to_raw` of an encoded
+    sample's tensors, by dataset."""
     for name, raw in raws.items():
         found = bad_rows(name, raw)
         if found is None:

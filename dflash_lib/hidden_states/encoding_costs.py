@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_lib.hidden_states.formats.speculators import FP8, FP8_MAX, quantize
+from dflash_lib.hidden_states.encode import dequantize_fp8, quantize_fp8
+from dflash_lib.hidden_states.formats.speculators import quantize
 from dflash_lib.hidden_states.parity import relative_errors
 from dflash_lib.hidden_states.sampling import Estimate, SampleBootstrap, state_blocks
-from dflash_lib.hidden_states.schema import create_states, get_encoding, to_raw, write_raw
+from dflash_lib.hidden_states.schema import AUX, StateDataset, create_states, to_raw, write_raw
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.capture import capture_batch, stack_states
 from dflash_lib.target.loading import Target
@@ -34,9 +35,8 @@ def through_fp16(states: Tensor) -> Tensor:
 
 
 def through_fp8(states: Tensor) -> Tensor:
-    """float32 states [..., H] as e4m3 with one float32 scale per token and layer, the largest value at 448."""
-    scale = states.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / FP8_MAX
-    return (states / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
+    """float32 states [..., H] as a store's fp8 keeps them: e4m3 with one float32 scale per token and layer."""
+    return dequantize_fp8(*quantize_fp8(states))
 
 
 def through_fp8_one_scale(states: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def encoding_costs(target: Target, rows: Sequence[Sequence[int]], layer_ids: Seq
     for number, row in enumerate(rows):
         sample, = capture_batch(target, [row], layer_ids)
         last, states = sample.last_hidden_state_prenorm, stack_states(sample).float()
-        raws.append(to_raw(states))
+        raws.append(to_raw(states.bfloat16()))
         kept = {name: way.through(states) for name, way in WAYS.items()}
         for name, stored in kept.items():
             error = relative_errors(stored, states).cpu().numpy()
@@ -141,7 +141,7 @@ def recomputed_error(target: Target, store: HiddenStateStore, indices: Sequence[
         sample, = capture_batch(target, [store.read_tokens(index)[0].tolist()], store.target_layer_ids)
         states = stack_states(sample).float().cpu()
         stored = torch.cat([block for _, _, block in state_blocks(store, [index])])
-        errors.append(relative_errors(stored, states)[1:])
+        errors.append(relative_errors(stored, states[:, :stored.shape[1]])[1:])
     return float(torch.cat(errors).median(dim=0).values.max()) if sum(map(len, errors)) else float("nan")
 
 
@@ -150,7 +150,7 @@ def zstd_bytes_per_token(raws: Sequence[np.ndarray]) -> float:
     memory."""
     raw = np.concatenate(raws)
     with h5py.File("measured", "w", driver="core", backing_store=False) as file:
-        dataset = create_states(file, "states", raw.shape, get_encoding("bf16+zstd"))
+        dataset = create_states(file, StateDataset(AUX, torch.bfloat16, raw.shape[1:], zstd=True), len(raw))
         step = dataset.chunks[0]
         for start in range(0, len(raw), step):
             write_raw(dataset, start, raw[start:start + step])

@@ -37,11 +37,11 @@ class PlannedRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionOptions:
-    """What a user chooses: target_layer_ids (id k = output of layer k); encoding (schema.ENCODINGS); last_state: where
-    the target's last state is stored, before its final norm: "all" tokens, the "supervised" ones' predicting rows, which
-    is what a KL loss reads, "topk" (there, the target's `topk` largest logits and their logsumexp instead), or "none",
-    enough for cross-entropy; token_budget: padded tokens of a batch; samples_per_shard; threads of a worker (part of the
-    plan: with another number, sums are formed in another order)."""
+    """What a user chooses. target_layer_ids: id k = output of layer k. encoding: one of schema.ENCODINGS. last_state:
+    where the target's last state is stored, before its final norm: at "all" tokens, at the rows that predict
+    "supervised" ones, which are all that a KL loss reads, there as the target's `topk` largest logits with their
+    logsumexp ("topk"), or nowhere ("none"), enough for cross-entropy. token_budget: padded tokens of a batch.
+    threads: of a worker, part of the plan since with another number sums are formed in another order."""
 
     target_layer_ids: Sequence[int]
     encoding: str = "bf16"
@@ -193,7 +193,8 @@ def make_plan(target: dict[str, str], config, prepared: PlannedRows, options: Ex
         shard_tokens.append(sum(lengths[i] for i in samples))
     return ExtractionPlan(
         schema=SCHEMA, target=dict(target), num_hidden_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
-        target_layer_ids=list(check_layer_ids(options.target_layer_ids, config.num_hidden_layers)), encoding=options.encoding,
+        target_layer_ids=list(check_layer_ids(options.target_layer_ids, config.num_hidden_layers)),
+        encoding=options.encoding,
         last_state=options.last_state, topk=options.topk, token_budget=options.token_budget,
         samples_per_shard=options.samples_per_shard,
         threads=options.threads, shards=shards, shard_tokens=shard_tokens,

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 
 BLOCK_BYTES = 64 << 20  # float32 states in memory at a time
 NUM_RESAMPLES = 200
 Z = 1.96  # of a 95 % interval
+LAST_NAME = "last, pre-norm"
 MIN_SAMPLES = 5  # a figure that fewer samples contribute to is not shown
 
 
@@ -51,13 +51,9 @@ def choose_samples(indices: Sequence[int], num: int, seed: int = 0) -> list[int]
 
 
 def state_names(store: HiddenStateStore) -> list[str]:
-    """Names of a token's K states as `state_blocks` stacks them: "layer 14" for each tapped layer, "last, pre-norm".
-
-    Raises StoreError when the store lacks the last state.
-    """
-    if not store.plan.last:
-        raise StoreError(f"{store.folder}: stored without the last hidden state, which these statistics need")
-    return [f"layer {k}" for k in store.target_layer_ids] + ["last, pre-norm"]
+    """Names of a token's K states as `state_blocks` stacks them: "layer 14" for each tapped layer, and LAST_NAME where
+    every token's last state is stored."""
+    return [f"layer {k}" for k in store.target_layer_ids] + [LAST_NAME] * store.plan.last
 
 
 def state_blocks(store: HiddenStateStore, indices: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
@@ -69,8 +65,10 @@ def state_blocks(store: HiddenStateStore, indices: Sequence[int]) -> Iterator[tu
         sample = store.read(index)
         for start in range(0, len(sample.input_ids), step):
             tokens = slice(start, start + step)
-            yield number, start, torch.cat([sample.aux_hidden_states[tokens].float(),
-                                            sample.last_hidden_state_prenorm[tokens, None].float()], dim=1)
+            parts = [sample.aux_hidden_states[tokens].float()]
+            if store.plan.last:
+                parts.append(sample.last_hidden_state_prenorm[tokens, None].float())
+            yield number, start, torch.cat(parts, dim=1)
 
 
 def interval_factor(num_samples: int, population: float, z: float = Z) -> float:

@@ -4,8 +4,8 @@ The bfloat16 datatype is an IEEE float32 cut to 16 bits, described in the file i
 numbers. The library passes the same type as memory type and thereby moves raw uint16 without a conversion (6 GB/s
 against 22 MB/s through HDF5's own). float8 is e4m3 described in the same way; see `FP8_LARGEST`.
 
-Legend of shapes: T tokens of a sample, N tokens of a shard, S samples of a shard, L tapped layers, H hidden size, R rows
-of the last state.
+Legend of shapes: T tokens of a sample, N tokens of a shard, S samples of a shard, L tapped layers, H hidden size,
+R rows of the last state.
 """
 
 import json
@@ -108,7 +108,7 @@ def check_last_state(last_state: str, topk: int) -> None:
     """Raises StoreError unless the two settings fit each other."""
     if last_state not in LAST_STATES:
         raise StoreError(f"last_state: {last_state!r} is not known here; known: {', '.join(LAST_STATES)}")
-    if type(topk) is not int or (topk < 1) == (last_state == "topk"):
+    if type(topk) is not int or topk < 0 or (topk == 0) == (last_state == "topk"):
         raise StoreError(f"topk: {topk!r} with last_state {last_state!r}; a number of logits is needed with \"topk\", "
                          "and 0 with the others")
 
@@ -216,15 +216,6 @@ def row_magnitudes(raw: np.ndarray) -> np.ndarray:
     Bits order as magnitudes do, so 0 means a row of zeros and INFINITE or more a row with infinity or NaN.
     """
     return (raw & np.uint16(0x7FFF)).max(axis=-1)
-
-
-def find_bad_rows(raw: np.ndarray) -> str:
-    """What is wrong with raw states [T, ..., H] of one sample, "" when nothing: not finite, or all-zero rows."""
-    magnitudes = row_magnitudes(raw)
-    infinite, zero = int((magnitudes >= INFINITE).sum()), int((magnitudes == 0).sum())
-    if infinite:
-        return f"{infinite} of {magnitudes.size} rows not finite"
-    return f"{zero} of {magnitudes.size} rows all zero" if zero else ""
 
 
 def has_digest(dataset: h5py.Dataset, digest) -> bool:

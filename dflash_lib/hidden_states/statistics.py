@@ -9,6 +9,7 @@ activations in many targets and stands apart in every figure (DESIGN.md, convent
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,12 +58,12 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class StateStatistics:
-    """Figures of notebook 05. K = tapped layers, plus the last layer before the norm.
+    """Figures of notebook 05. K = tapped layers, plus the last layer before the norm where every token's is stored.
 
     names: [K], "layer 14" or "last, pre-norm"; samples: the sample indices that were drawn; population: samples in the
     store; num_tokens: tokens counted, position 0 left out. mean: [K, H] mean state. similarity: [K, K] mean cosine
     between layers of one token. magnitude_bins: edges; before_norm, after_norm: shares of the last state's values whose
-    magnitude is in each bin.
+    magnitude is in each bin, over its num_last_rows stored rows behind position 0 (zeros when there are none).
     """
 
     names: list[str]
@@ -77,6 +78,7 @@ class StateStatistics:
     magnitude_bins: np.ndarray
     before_norm: np.ndarray
     after_norm: np.ndarray
+    num_last_rows: int
     has_thoughts: bool
     why_no_thoughts: str
 
@@ -128,7 +130,7 @@ def collect_statistics(store: HiddenStateStore, samples: Sequence[int], final_no
     """Reads the samples and accumulates. final_norm: the target's own module, on whose device the spectra are computed;
     tokenizer: tells thoughts from answers.
 
-    Raises StoreError when the store lacks the last state, or when fewer than two tokens are left.
+    Raises StoreError when fewer than two tokens are left.
     """
     names, samples = state_names(store), list(samples)
     groups = TokenGroups(tokenizer)
@@ -148,7 +150,6 @@ def collect_statistics(store: HiddenStateStore, samples: Sequence[int], final_no
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("norm", "largest", "median", "kurtosis")}
     cosines = np.zeros((len(samples), num_layers, num_layers))
     total = torch.zeros(num_layers, hidden, dtype=torch.float64)
-    counts = {name: np.zeros(len(MAGNITUDE_BINS) - 1) for name in ("before", "after")}
     for number, start, states in state_blocks(store, samples):
         for name, values in _numbers_of(states).items():
             parts[name].append(values)
@@ -156,9 +157,6 @@ def collect_statistics(store: HiddenStateStore, samples: Sequence[int], final_no
         unit = nn.functional.normalize(rest, dim=-1)
         cosines[number] += (unit @ unit.transpose(1, 2)).double().sum(dim=0).numpy()
         total += rest.double().sum(dim=0)
-        last = rest[:, -1]
-        for name, values in (("before", last), ("after", final_norm(last.to(device)).float().cpu())):
-            counts[name] += np.histogram(values.abs().numpy(), MAGNITUDE_BINS)[0]
     mean = total / num_tokens
     rest_of = table["position"] > 0
     bootstrap = SampleBootstrap(table["sample"][rest_of], len(samples), store.num_samples)
@@ -169,8 +167,23 @@ def collect_statistics(store: HiddenStateStore, samples: Sequence[int], final_no
         mean=mean.numpy(), massive=find_massive(store, samples, tokens.median),
         similarity=bootstrap.ratio(cosines, np.bincount(table["sample"][rest_of], minlength=len(samples))),
         spectra=covariance_spectra(store, samples, mean, store.num_samples, device), magnitude_bins=MAGNITUDE_BINS,
-        before_norm=counts["before"] / (num_tokens * hidden), after_norm=counts["after"] / (num_tokens * hidden),
+        **_last_magnitudes(store, samples, final_norm),
         has_thoughts=bool((table["group"] == THOUGHT).any()), why_no_thoughts=_why_none(groups, table["group"]))
+
+
+def _last_magnitudes(store: HiddenStateStore, samples: Sequence[int], final_norm: nn.Module) -> dict[str, Any]:
+    """before_norm, after_norm and num_last_rows of `StateStatistics`."""
+    counts, num_rows = np.zeros((2, len(MAGNITUDE_BINS) - 1)), 0
+    device = next(final_norm.parameters()).device
+    for index in samples if store.plan.last_state in ("all", "supervised") else []:
+        sample = store.read(index)
+        last = sample.last_hidden_state_prenorm
+        last = last[1:] if sample.last_rows is None else last[sample.last_rows > 0]
+        num_rows += len(last)
+        for row, values in enumerate((last.float(), final_norm(last.float().to(device)).float().cpu())):
+            counts[row] += np.histogram(values.abs().numpy(), MAGNITUDE_BINS)[0]
+    before, after = counts / max(1, num_rows * store.hidden_size)
+    return {"before_norm": before, "after_norm": after, "num_last_rows": num_rows}
 
 
 def _numbers_of(states: Tensor) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
-from dflash_lib.hidden_states.encode import dequantize_fp8
+from dflash_lib.hidden_states.encode import EncodedSample, dequantize_fp8
 from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import (
     AUX,
@@ -47,6 +47,14 @@ class TopLogits:
     ids: Tensor
     logits: Tensor
     logsumexp: Tensor
+
+    def to(self, device: torch.device) -> "TopLogits":
+        """The same on `device`."""
+        return TopLogits(self.ids.to(device), self.logits.to(device), self.logsumexp.to(device))
+
+    def __getitem__(self, where) -> "TopLogits":
+        """Those of some rows."""
+        return TopLogits(self.ids[where], self.logits[where], self.logsumexp[where])
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,6 @@ class HiddenStateStore:
                        for row, index in enumerate(content.sample_index)}
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
         self._last_rows: dict[int, np.ndarray] = {}  # of the open files
-        self._dtypes = {stored.name: stored.dtype for stored in plan.datasets}
         self._checked: set[int] = set()
         self._pid = os.getpid()
 
@@ -237,7 +244,7 @@ class HiddenStateStore:
         such look: HDF5 compares each chunk's own checksum when it is read."""
         file = self.file(shard)
         if shard not in self._checked:
-            small = [*SMALL, *([LAST_ROWS] if LAST_ROWS in self._dtypes else [])]
+            small = [*SMALL, *(stored.name for stored in self.plan.datasets if stored.name == LAST_ROWS)]
             wrong = [name for name in small if not has_digest(file[name], hashlib.sha256(file[name][:]))]
             if wrong:
                 raise StoreError(f"{self.folder / shard_name(shard)}: {', '.join(wrong)}: not what was written. "
@@ -245,43 +252,42 @@ class HiddenStateStore:
             self._checked.add(shard)
         return file
 
-    def read(self, sample_index: int) -> StoredSample:
-        """One whole sample. Raises StoreError when the store lacks it or its bytes cannot be read."""
+    def read_encoded(self, sample_index: int) -> EncodedSample:
+        """The states of one sample as they are stored, rows of the last state numbered within it. Raises StoreError
+        when the store lacks it or its bytes cannot be read."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
         file = self._checked_file(shard)
         try:
-            return StoredSample(
-                sample_index, file["input_ids"][start:stop], file["loss_mask"][start:stop],
-                self._aux(file, start, stop), **self._last(shard, file, start, stop))
+            first, end = self._last_range(shard, file, start, stop)
+            tensors = {stored.name: from_raw(read_raw(file[stored.name], *((start, stop) if stored.per_token else
+                                                                          (first, end)), stored.dtype))
+                       for stored in self.plan.datasets}
         except (OSError, KeyError) as error:
             raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
                              f"{repair(shard_name(shard))}") from error
+        if LAST_ROWS in tensors:
+            tensors[LAST_ROWS] = tensors[LAST_ROWS] - start
+        return EncodedSample(tensors)
 
-    def _rows(self, file: h5py.File, name: str, start: int, stop: int) -> Tensor:
-        """Rows of one dataset, as they are stored."""
-        return from_raw(read_raw(file[name], start, stop, self._dtypes[name]))
-
-    def _aux(self, file: h5py.File, start: int, stop: int) -> Tensor:
-        aux = self._rows(file, AUX, start, stop)
-        if AUX_SCALES in self._dtypes:
-            return dequantize_fp8(aux, self._rows(file, AUX_SCALES, start, stop)).bfloat16()
-        return aux
-
-    def _last(self, shard: int, file: h5py.File, start: int, stop: int) -> dict[str, Tensor | TopLogits | None]:
-        """The last state of rows start:stop of a shard, in the form that the store has."""
-        if LAST_ROWS not in self._dtypes:
-            last = self._rows(file, LAST, start, stop) if LAST in self._dtypes else None
-            return {"last_hidden_state_prenorm": last}
+    def _last_range(self, shard: int, file: h5py.File, start: int, stop: int) -> tuple[int, int]:
+        """Which of a shard's rows of the last state belong to its tokens start:stop."""
+        if not any(stored.name == LAST_ROWS for stored in self.plan.datasets):
+            return start, stop
         if shard not in self._last_rows:
             self._last_rows[shard] = file[LAST_ROWS][:]
-        rows = self._last_rows[shard]
-        first, end = np.searchsorted(rows, [start, stop]).tolist()
-        found = {"last_hidden_state_prenorm": None, "last_rows": torch.from_numpy(rows[first:end] - start)}
-        if LAST in self._dtypes:
-            return {**found, "last_hidden_state_prenorm": self._rows(file, LAST, first, end)}
-        top = [self._rows(file, name, first, end) for name in (TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP)]
-        return {**found, "top_logits": TopLogits(*top)}
+        return tuple(np.searchsorted(self._last_rows[shard], [start, stop]).tolist())
+
+    def read(self, sample_index: int) -> StoredSample:
+        """One whole sample, decoded. Raises StoreError when the store lacks it or its bytes cannot be read."""
+        input_ids, loss_mask = self.read_tokens(sample_index)
+        tensors = self.read_encoded(sample_index).tensors
+        aux = tensors[AUX]
+        if AUX_SCALES in tensors:
+            aux = dequantize_fp8(aux, tensors[AUX_SCALES]).bfloat16()
+        top = TopLogits(*(tensors[name] for name in (TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP))) if (
+            TOPK_IDS in tensors) else None
+        return StoredSample(sample_index, input_ids, loss_mask, aux, tensors.get(LAST), tensors.get(LAST_ROWS), top)
 
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""
@@ -311,8 +317,7 @@ class HiddenStateStore:
                        f"{plan.num_hidden_layers} layers of {plan.hidden_size}"),
             ("aux hidden states", f"outputs of layers {plan.target_layer_ids}"),
             ("last hidden state", describe_last_state(plan)),
-            ("encoding", plan.encoding + (", a float32 scale for each token and layer" if AUX_SCALES in self._dtypes
-                                          else "")),
+            ("encoding", plan.encoding),
             ("samples", f"{self.num_samples} of {plan.num_samples}, {lengths.min()} to "
                         f"{lengths.max()} tokens" if len(lengths) else "none yet"),
             ("tokens", f"{tokens}, {supervised} supervised"),

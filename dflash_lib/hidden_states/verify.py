@@ -113,10 +113,10 @@ def _verify_shard(store: HiddenStateStore, shard: int, prepared: PreparedRows, f
     wanted = np.concatenate([start + predicting_rows(arrays["loss_mask"][start:stop])
                              for start, stop in zip(starts, content.offsets[1:].tolist(), strict=True)])
     for stored in store.plan.datasets:
-        if stored.name not in file:
-            faults.add("last-state rows missing", 1, f"{where}: no dataset {stored.name}")
-            continue
         num_rows = int(content.offsets[-1]) if stored.per_token else len(wanted)
+        if stored.name not in file:
+            faults.add("last-state rows missing", num_rows, f"{where}: no dataset {stored.name}")
+            continue
         if stored.name == LAST_ROWS and not np.array_equal(file[LAST_ROWS][:], wanted):
             faults.add("last-state rows missing", 1, f"{where}: its last_rows are not those that predict a supervised "
                                                      "token")

@@ -29,10 +29,10 @@ class Explorer:
         self._sample: StoredSample | None = None  # the newest one: moving a slider reads nothing
 
     def states(self, sample: int, layer: int) -> np.ndarray:
-        """float32 [T, H]: one sample's states in the layer of that number (the last one is the last, pre-norm)."""
+        """float32 [T, H]: one sample's states in the layer of that number, behind the tapped ones the last."""
         if self._sample is None or self._sample.sample_index != sample:
             self._sample = self.store.read(sample)
-        if layer == len(self.statistics.names) - 1:
+        if layer == len(self.store.target_layer_ids):
             return self._sample.last_hidden_state_prenorm.float().numpy()
         return self._sample.aux_hidden_states[:, layer].float().numpy()
 

@@ -20,6 +20,7 @@ from dflash_lib.conversations.prepared_rows import PrepareOptions
 from dflash_lib.conversations.rendering import ChatTemplate
 from dflash_lib.conversations.sources import count_rows, read_rows
 from dflash_lib.files import human_bytes, nearest_existing
+from dflash_lib.hidden_states.schema import ENCODINGS, FP8, state_datasets
 from dflash_lib.target.checkpoint import Checkpoint
 from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
@@ -27,9 +28,8 @@ from dflash_lib.target.memory import free_memory
 
 PARTS = ("embedding", "attention", "linear attention", "MLP", "experts", "norms", "head")
 NOT_LOADED = ("vision", "multi-token prediction")
-STORED_BYTES = 2  # a bfloat16 value
-# Plain bf16 divided by this: measured on real states (shuffle and Zstd level 1, lossless).
-ENCODING_GAIN = {"bf16": 1.0, "bf16+zstd": 1.4}
+# What Zstd level 1 (behind shuffle) shrinks real states by: measured, lossless.
+ZSTD_GAIN = {torch.bfloat16: 1.4, FP8: 1.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,23 +154,27 @@ def on_disk(model: Path | str) -> OnDisk:
                   num_bytes=sum(file.stat().st_size for file in checkpoint.files))
 
 
-def bytes_per_token(hidden_size: int, num_aux_layers: int, last: bool = True, encoding: str = "bf16") -> float:
-    """Bytes that one token's states take in the store: aux layers and, with `last`, the last hidden state.
+def bytes_per_token(hidden_size: int, num_aux_layers: int, encoding: str = "bf16", last_state: str = "all",
+                    topk: int = 0, supervised_share: float = 1.0) -> float:
+    """Bytes that one token's states take in the store, as `ExtractionOptions` names its forms.
 
-    Exact for bf16; for bf16+zstd what real states were measured to take. Raises ValueError for another encoding.
+    Exact without zstd, with it what real states were measured to take. supervised_share: of the tokens, for a last
+    state that stands at these only. Raises StoreError for an unknown form.
     """
-    if encoding not in ENCODING_GAIN:
-        raise ValueError(f"encoding {encoding!r} is not known; known: {', '.join(ENCODING_GAIN)}")
-    return (num_aux_layers + last) * hidden_size * STORED_BYTES / ENCODING_GAIN[encoding]
+    return sum(stored.row_bytes / (ZSTD_GAIN.get(stored.dtype, 1.0) if stored.zstd else 1.0)
+               * (1.0 if stored.per_token else supervised_share)
+               for stored in state_datasets(num_aux_layers, hidden_size, encoding, last_state, topk))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """Conversations that will be used and their tokens (estimated from `num_probed` of them); mean_length: tokens."""
+    """Conversations that will be used and their tokens (estimated from `num_probed` of them); mean_length: tokens;
+    supervised_share: of the tokens."""
 
     num_conversations: int
     num_probed: int
     mean_length: float
+    supervised_share: float = 1.0
 
     @property
     def num_tokens(self) -> int:
@@ -208,7 +212,7 @@ def data_size(conversations: Path | str, tokenizer, options: PrepareOptions, num
                                 f"first: {chunk.refused[0]['reason']}")
     usable = round(total * len(chunk.lengths) / len(probes))
     return DataSize(num_conversations=min(usable, options.max_samples or usable), num_probed=len(probes),
-                    mean_length=float(chunk.lengths.mean()))
+                    mean_length=float(chunk.lengths.mean()), supervised_share=float(chunk.loss_mask.mean()))
 
 
 def prepare_options(params: dict[str, Any]) -> PrepareOptions:
@@ -262,11 +266,14 @@ def _decoding_state(config: PreTrainedConfig, num_tokens: int, itemsize: int) ->
     return DecodingState(kv_cache=kv_cache, recurrent=recurrent)
 
 
-def disk_table(hidden_size: int, num_aux_layers: int, jobs: Sequence[tuple[str, int]]):
-    """Disk for the states of several jobs (name, tokens) in every encoding, as a pandas DataFrame of text."""
+def disk_table(hidden_size: int, num_aux_layers: int, jobs: Sequence[tuple[str, int]], last_state: str = "all",
+               topk: int = 0, supervised_share: float = 1.0):
+    """Disk for the states of several jobs (name, tokens) in every encoding, as a pandas DataFrame of text. The others
+    are `bytes_per_token`'s."""
     import pandas as pd
 
-    each = {name: bytes_per_token(hidden_size, num_aux_layers, encoding=name) for name in ENCODING_GAIN}
+    each = {name: bytes_per_token(hidden_size, num_aux_layers, name, last_state, topk, supervised_share)
+            for name in ENCODINGS}
     rows = [[name, f"{tokens:,}", *(human_bytes(tokens * size) for size in each.values())] for name, tokens in jobs]
     return pd.DataFrame(rows, columns=["job", "tokens", *each]).set_index("job")
 

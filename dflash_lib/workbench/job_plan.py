@@ -25,7 +25,14 @@ from dflash_lib.target.errors import TargetError
 from dflash_lib.target.hub import find_cached, is_hub_id
 from dflash_lib.target.loading import check_device, load_tokenizer, read_config
 from dflash_lib.target.memory import free_memory
-from dflash_lib.workbench.capacity import TargetSize, bytes_per_token, data_size, prepare_options, target_size
+from dflash_lib.workbench.capacity import (
+    DataSize,
+    TargetSize,
+    bytes_per_token,
+    data_size,
+    prepare_options,
+    target_size,
+)
 from dflash_lib.workbench.doctor import RED, version_lines
 from dflash_lib.workbench.gpu_plan import Limits, Rates, Work, measured_rates, plan_gpus
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
@@ -101,9 +108,10 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     size = target_size(config_folder)
     layer_ids = params["target_layer_ids"] or default_layer_ids(size.num_layers, params["num_aux_layers"])
     weights = size.weight_bytes(params["dtype"])
-    num_samples, mean_length = _data(params, here, plan)
-    num_tokens = round(num_samples * mean_length)
-    each = bytes_per_token(size.hidden_size, len(layer_ids), encoding=params["encoding"])
+    data = _data(params, here, plan)
+    num_samples, mean_length, num_tokens = data.num_conversations, data.mean_length, data.num_tokens
+    each = bytes_per_token(size.hidden_size, len(layer_ids), params["encoding"], params["last_state"], params["topk"],
+                           data.supervised_share)
     rates = job_rates(params, folder)
     capture, training = job_memory(config_folder, layer_ids, params)
     store = REPOSITORY / Path(params["store_dir"]).expanduser() if params["store_dir"] else folder / "states"
@@ -112,7 +120,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     trained = params["steps"] * params["batch_samples"] * mean_length
     plan.facts += [
         f"target: {size.model_type}, {size.num_parameters / 1e9:.4g} B parameters, {human_bytes(weights)} in "
-        f"{params['dtype']}; tapped layers {list(layer_ids)} and the last one",
+        f"{params['dtype']}; tapped layers {list(layer_ids)}; last state: {params['last_state']}",
         f"        {_parts(size)}",
         f"drafter: {human_bytes(training.parts['drafter'])} in float32, with gradients and optimizer "
         f"{human_bytes(sum(training.parts[name] for name in DRAFTER_PARTS))}",
@@ -194,20 +202,19 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
     return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"])
 
 
-def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> tuple[int, float]:
-    """Samples and their mean length: looked at where data and tokenizer are here, else the most that it can be."""
+def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> DataSize:
+    """Samples and their tokens: looked at where data and tokenizer are here, else the most that it can be."""
     path = REPOSITORY / Path(params["conversations"]).expanduser()
     if path.exists() and here is not None:
         try:
-            data = data_size(path, load_tokenizer(here), prepare_options(params))
-            return data.num_conversations, data.mean_length
+            return data_size(path, load_tokenizer(here), prepare_options(params))
         except (ValueError, OSError) as error:  # broken conversations or no tokenizer: it stops the job, not the plan
             plan.obstacles.append(f"conversations: {error}")
     if params["max_samples"] is None:
         reason = "cannot be counted without the target's tokenizer" if path.exists() else "no such file or folder"
         raise FileNotFoundError(f"conversations: {path}: {reason}; to plan without it all the same, set max_samples")
     plan.facts.append("data: not counted here, so max_samples of max_length tokens each, which is the most it can be")
-    return params["max_samples"], float(params["max_length"])
+    return DataSize(num_conversations=params["max_samples"], num_probed=0, mean_length=float(params["max_length"]))
 
 
 def _missing_inputs(params: dict[str, Any], here: Path | None, weights: int) -> list[str]:

@@ -92,6 +92,58 @@ def test_draft_vocabulary_is_the_most_frequent_supervised_tokens(tiny_store):
         draft_vocabulary(tiny_store, samples, 385, [2], 384)
 
 
+@pytest.fixture(scope="module")
+def forms(tiny_store, tiny_llama, tmp_path_factory):
+    """The same samples with the last state stored in other forms, and as fp8."""
+    from dflash_lib.hidden_states.encode import encode_sample
+    from dflash_lib.hidden_states.shards import ShardWriter
+    from dflash_lib.target.capture import CapturedSample
+
+    def write(name, **changes):
+        folder = tmp_path_factory.mktemp(name)
+        plan = replace(tiny_store.plan, **changes)
+        plan.save(folder)
+        for shard in range(len(plan.shards)):
+            tokens = [tiny_store.read_tokens(i) for i in plan.samples_of(shard)]
+            with ShardWriter(folder, plan, shard, [mask for _, mask in tokens]) as writer:
+                for index, (ids, mask) in zip(plan.samples_of(shard), tokens, strict=True):
+                    stored = tiny_store.read(index)
+                    captured = CapturedSample(stored.aux_hidden_states.float(),
+                                              stored.last_hidden_state_prenorm.float())
+                    writer.add(index, ids, mask, encode_sample(tiny_llama, plan, mask, captured))
+        return HiddenStateStore.open(folder)
+
+    return {"supervised": write("supervised", last_state="supervised"), "none": write("none", last_state="none"),
+            "whole": write("whole", last_state="topk", topk=384), "topk": write("topk", last_state="topk", topk=4),
+            "fp8": write("fp8", encoding="fp8", last_state="supervised")}
+
+
+def losses_of(store, target, folder, **changes):
+    trainer = Trainer(store, target, folder, replace(OPTIONS, **changes))
+    return [trainer.train_step()["loss"] for _ in range(3)]
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 200])
+def test_every_form_that_holds_what_the_loss_reads_trains_alike(tiny_store, tiny_llama, forms, tmp_path,
+                                                                draft_vocab_size):
+    settings = {"kl_weight": 0.6, "draft_vocab_size": draft_vocab_size}
+    whole = losses_of(tiny_store, tiny_llama, tmp_path / "all", **settings)
+    assert losses_of(forms["supervised"], tiny_llama, tmp_path / "supervised", **settings) == whole
+    if draft_vocab_size is None:
+        assert losses_of(forms["whole"], tiny_llama, tmp_path / "whole", **settings) == pytest.approx(whole, rel=1e-5)
+    top = losses_of(forms["topk"], tiny_llama, tmp_path / "topk", **settings)
+    assert all(0.3 * a < b < a for a, b in zip(whole, top, strict=True)), "a lower bound that is worth something"
+    assert losses_of(forms["fp8"], tiny_llama, tmp_path / "fp8", **settings) == pytest.approx(whole, rel=0.02)
+
+
+def test_cross_entropy_needs_no_last_state_and_a_kl_says_that_it_does(tiny_store, tiny_llama, forms, tmp_path):
+    plain = losses_of(tiny_store, tiny_llama, tmp_path / "all", kl_weight=0.0)
+    for name in ("none", "supervised", "topk"):
+        assert losses_of(forms[name], tiny_llama, tmp_path / name, kl_weight=0.0) == plain
+    with pytest.raises(TrainingError, match="last_state: none.*last_state: supervised, or set kl_weight: 0"):
+        Trainer(forms["none"], tiny_llama, tmp_path / "kl", replace(OPTIONS, kl_weight=0.5))
+
+
 def test_too_few_samples_are_refused(tiny_store):
     with pytest.raises(ValueError, match="12 samples .* 12 for validation"):
         split_samples(tiny_store, 12, seed=0)

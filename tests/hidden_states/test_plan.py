@@ -16,7 +16,8 @@ def plan(tiny_llama) -> ExtractionPlan:
 
 
 @pytest.mark.parametrize("changes, what", [
-    ({"encoding": "fp8"}, "encoding: 'fp8'"), ({"token_budget": 0}, "token_budget"), ({"threads": 1.5}, "threads"),
+    ({"encoding": "fp9"}, "encoding: 'fp9'"), ({"last_state": "topk"}, "topk: 0"), ({"topk": 4}, "topk: 4"),
+    ({"token_budget": 0}, "token_budget"), ({"threads": 1.5}, "threads"),
     ({"samples_per_shard": 0}, "samples_per_shard")])
 def test_bad_options_are_refused(changes, what):
     with pytest.raises(StoreError, match=what):
@@ -50,7 +51,7 @@ def test_a_plan_survives_its_file_and_a_damaged_one_is_refused(tmp_path, plan):
     assert ExtractionPlan.load(tmp_path) == plan and ExtractionPlan.load(tmp_path).hash == plan.hash
     text = (tmp_path / "plan.json").read_text()
     for bad in (text[:100], "[]", text.replace('"schema":1', '"schema":2'), text.replace('"threads"', '"treads"'),
-                text.replace('"bf16"', '"fp8"')):
+                text.replace('"bf16"', '"fp9"')):
         (tmp_path / "plan.json").write_text(bad)
         with pytest.raises(StoreError):
             ExtractionPlan.load(tmp_path)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_lib.hidden_states.encode import EncodedSample, dequantize_fp8, quantize_fp8
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import AUX, ENCODINGS, LAST, StoreError, shard_name
 from dflash_lib.hidden_states.shards import ShardWriter, remove_dead_partials
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards, read_shard_index
-from dflash_lib.target.capture import CapturedSample, capture_batch
+from dflash_lib.target.capture import capture_batch
 from tests.hidden_states.rows import make_prepared, make_store
 
 
@@ -107,7 +108,10 @@ def test_every_sample_reads_back_as_captured(tiny_llama, prepared, tmp_path, enc
                     ids, mask = prepared.row(index)
                     assert sample.input_ids.dtype == np.int32 and np.array_equal(sample.input_ids, ids)
                     assert sample.loss_mask.dtype == np.uint8 and np.array_equal(sample.loss_mask, mask)
-                    assert torch.equal(sample.aux_hidden_states, wanted.aux_hidden_states.bfloat16())
+                    aux = wanted.aux_hidden_states
+                    if encoding.startswith("fp8"):
+                        aux = dequantize_fp8(*quantize_fp8(aux))
+                    assert torch.equal(sample.aux_hidden_states, aux.bfloat16())
                     assert torch.equal(sample.last_hidden_state_prenorm, wanted.last_hidden_state_prenorm.bfloat16())
 
 
@@ -117,20 +121,20 @@ def test_rows_keep_their_place_over_many_chunks(tiny_llama, tmp_path):
     lengths = [6000, 1, 5461]  # 2 MiB are 5461 rows of 3 x 64: chunks are crossed
     stretched = replace(plan, shards=[[[0], [1], [2]]], shard_tokens=[sum(lengths)])
     generator = torch.Generator().manual_seed(0)
-    samples = [CapturedSample(torch.randn(n, 3, 64, generator=generator), torch.randn(n, 64, generator=generator))
-               for n in lengths]
+    samples = [EncodedSample({AUX: torch.randn(n, 3, 64, generator=generator).bfloat16(),
+                              LAST: torch.randn(n, 64, generator=generator).bfloat16()}) for n in lengths]
     with ShardWriter(tmp_path, stretched, 0) as writer:
         for i, (n, sample) in enumerate(zip(lengths, samples, strict=True)):
             writer.add(i, np.full(n, i, np.int32), np.ones(n, np.uint8), sample)
     store = HiddenStateStore(tmp_path, stretched, {0: read_shard_index(tmp_path, stretched, 0)})
     assert store.file(0)[AUX].chunks == (3821, 3, 64)
     for i, sample in enumerate(samples):
-        assert torch.equal(store.read(i).aux_hidden_states, sample.aux_hidden_states.bfloat16())
-        assert torch.equal(store.read(i).last_hidden_state_prenorm, sample.last_hidden_state_prenorm.bfloat16())
+        assert torch.equal(store.read(i).aux_hidden_states, sample.tensors[AUX])
+        assert torch.equal(store.read(i).last_hidden_state_prenorm, sample.tensors[LAST])
 
 
 def test_a_store_without_the_last_state(tiny_llama, prepared, tmp_path):
-    make_store(tmp_path / "store", tiny_llama, prepared, last=False)
+    make_store(tmp_path / "store", tiny_llama, prepared, last_state="none")
     store = HiddenStateStore.open(tmp_path / "store")
     assert store.read(3).last_hidden_state_prenorm is None and LAST not in store.file(0)
     assert "not stored" in store.describe()
@@ -178,7 +182,8 @@ class TestShardWriter:
 
     def sample(self, prepared, index, value=1.0):
         ids, mask = prepared.row(index)
-        return ids, mask, CapturedSample(torch.full((len(ids), 3, 64), value), torch.full((len(ids), 64), 1.0))
+        states = {AUX: torch.full((len(ids), 3, 64), value), LAST: torch.full((len(ids), 64), 1.0)}
+        return ids, mask, EncodedSample({name: values.bfloat16() for name, values in states.items()})
 
     def files(self, tmp_path):
         return sorted(path.name for path in (tmp_path / "store").iterdir() if "shard-00000" in path.name)

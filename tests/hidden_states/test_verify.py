@@ -7,8 +7,19 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+import torch
 
-from dflash_lib.hidden_states.schema import AUX, ENCODINGS, LAST, StoreError, read_raw, shard_name, write_raw
+from dflash_lib.hidden_states.schema import (
+    AUX,
+    AUX_SCALES,
+    ENCODINGS,
+    FP8,
+    LAST,
+    StoreError,
+    read_raw,
+    shard_name,
+    write_raw,
+)
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.hidden_states.verify import NAMES, max_quarantined, require_verified, verify_store
 from tests.hidden_states.rows import make_prepared, make_store
@@ -66,6 +77,7 @@ def test_a_flipped_byte_in_the_data_is_found(copied, prepared):
 
 
 @pytest.mark.parametrize("dataset", [AUX, LAST])
+@pytest.mark.parametrize("made", ["bf16", "bf16+zstd"], indirect=True)
 @pytest.mark.parametrize("value, name", [(0x7FC0, "rows not finite"), (0xFF80, "rows not finite"),
                                          (0x0000, "rows all zero"), (0x8000, "rows all zero")])
 def test_nan_infinity_and_zero_rows_are_found_with_their_place(copied, prepared, dataset, value, name):
@@ -101,8 +113,11 @@ def quarantine(file, num):
     for name, value in values.items():
         del file[name]
         file.create_dataset(name, data=value).attrs["sha256"] = np.bytes_(hashlib.sha256(value).hexdigest())
-    for name in (AUX, LAST):
-        raw = read_raw(file[name], 0, start)
+    for name in (AUX, AUX_SCALES, LAST):
+        if name not in file:
+            continue
+        fp8 = {AUX: FP8, AUX_SCALES: torch.float32} if AUX_SCALES in file else {}
+        raw = read_raw(file[name], 0, start, fp8.get(name, torch.bfloat16))
         file[name].id.set_extent(raw.shape)
         file[name].attrs["sha256"] = np.bytes_(hashlib.sha256(raw).hexdigest())
     return gone
@@ -139,4 +154,4 @@ def test_last_states_that_are_missing_are_found(copied, prepared):
     with h5py.File(copied / shard_name(0), "r+") as file:
         num_tokens = file[LAST].shape[0]
         del file[LAST]
-    assert failed(copied, prepared) == {"last-state rows missing": (num_tokens, "shard-00000.h5")}
+    assert failed(copied, prepared) == {"last-state rows missing": (num_tokens, f"shard-00000.h5: no dataset {LAST}")}

@@ -145,9 +145,9 @@ def test_a_size_that_is_missing_is_not_made_up(family, name, tmp_path):
 
 def test_bytes_per_token_by_encoding():
     assert bytes_per_token(576, 5) == 6 * 576 * 2
-    assert bytes_per_token(576, 5, last=False) == 5 * 576 * 2
+    assert bytes_per_token(576, 5, last_state="none") == 5 * 576 * 2
     assert bytes_per_token(576, 5, encoding="bf16+zstd") == pytest.approx(6912 / 1.4)
-    with pytest.raises(ValueError, match="encoding 'int4' is not known"):
+    with pytest.raises(ValueError, match="encoding: 'int4' is not known"):
         bytes_per_token(576, 5, encoding="int4")
     with pytest.raises(ValueError, match="dtype 'float31'"):
         target_size(DATA / "qwen3.6-27b").weight_bytes("float31")
@@ -156,7 +156,7 @@ def test_bytes_per_token_by_encoding():
 def test_disk_by_data_set_and_encoding():
     """DESIGN's 151 TB, and what Zstd leaves of them."""
     table = disk_table(5120, 5, [("one token", 1), ("full", 800_000 * 3072)])
-    assert table.loc["full"].tolist() == ["2,457,600,000", "150.99 TB", "107.85 TB"]
+    assert table.loc["full"].tolist() == ["2,457,600,000", "150.99 TB", "107.85 TB", "88.13 TB", "75.22 TB"]
     assert table.loc["one token", "bf16"] == "61.44 kB"
 
 

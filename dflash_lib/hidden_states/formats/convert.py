@@ -38,17 +38,18 @@ SPECULATORS_ENCODINGS = ("bf16", "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """to: "store" or "speculators". encoding: of a store bf16 or bf16+zstd, of speculators bf16 or fp8 ("" = the
+    """to: "store" or "speculators". encoding: of a store one of ENCODINGS, of speculators bf16 or fp8 ("" = the
     source's where it has such a one, else bf16). target: folder or hub id of the model that the states are of, needed
-    for a store whenever no plan comes with them; dtype: that it ran in. drop_last: leave the last state out of a store.
-    samples_per_shard: of a store that is planned here. with_states=False: to speculators, write its Arrow data set
-    alone, for training straight from a store."""
+    for a store whenever no plan comes with them; dtype: that it ran in. last_state: of a store, "all", "supervised" or
+    "none" as in `ExtractionOptions` ("" = all where the source has it, else none). samples_per_shard: of a store that
+    is planned here. with_states=False: to speculators, write its Arrow data set alone, for training straight from a
+    store."""
 
     to: str = "store"
     encoding: str = ""
     target: str | None = None
     dtype: str = "float32"
-    drop_last: bool = False
+    last_state: str = ""
     samples_per_shard: int = 64
     with_states: bool = True
 
@@ -59,8 +60,11 @@ class ConvertOptions:
         if self.encoding and self.encoding not in known[self.to]:
             raise StoreError(f"encoding: {self.encoding!r} is not one of a {self.to}'s here: "
                              f"{', '.join(known[self.to])}")
-        if self.drop_last and self.to == "speculators":
-            raise StoreError("drop_last: speculators' layout needs the last state; only a store can do without")
+        if self.last_state and self.to == "speculators":
+            raise StoreError("last_state: speculators' layout needs every token's; only a store can do with less")
+        if self.last_state not in ("", "all", "supervised", "none"):
+            raise StoreError(f"last_state: {self.last_state!r}; a conversion writes it at all tokens, at supervised "
+                             "ones or at none")
         if not self.with_states and self.to != "speculators":
             raise StoreError("rows only: that is a part of speculators' layout; a store has no use for it")
 
@@ -147,23 +151,32 @@ def _check_whole(source: Samples) -> None:
 def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> list[str]:
     """What will be lost or changed, as lines. Raises StoreError for a last state that the destination cannot have."""
     notes = []
+    normed = "its last state is behind the final norm, which cannot be undone"
     if options.to == "speculators" and options.with_states and source.last != PRE_NORM:
-        why = "its last state is behind the norm, which cannot be undone" if source.last else "it holds no last state"
-        raise StoreError(f"{source.path}: {why}; speculators' layout needs the one before the norm. Convert it into a "
-                         "store (--to store), or extract anew.")
-    if options.to == "store" and source.last == POST_NORM:
-        if not options.drop_last:
-            raise StoreError(f"{source.path}: its last state is behind the final norm; a store holds the one before "
-                             "it, and the norm cannot be undone. --drop-last leaves it out: enough for cross-entropy, "
-                             "not for a KL loss.")
-        notes.append("the last state (behind the norm) was left out: no KL loss can be trained from this store")
-    elif options.to == "store" and (source.last is None or options.drop_last):
-        notes.append("the store has no last state: no KL loss can be trained from it")
+        why = normed if source.last else f"its last state is stored {source.last_elsewhere}" if (
+            source.last_elsewhere) else "it holds no last state"
+        raise StoreError(f"{source.path}: {why}; speculators' layout needs every token's, before the norm. "
+                         + ("Convert it into a store (--to store), or extract anew." if source.last else
+                            "Extract anew, in bf16 with last_state: all."))
+    if options.to == "store" and options.last_state != "none":
+        if source.last == POST_NORM or source.last_elsewhere:
+            why = normed if source.last else f"its last state is stored {source.last_elsewhere}"
+            raise StoreError(f"{source.path}: {why}; a conversion writes the one before the norm of every token, or of "
+                             "supervised ones. --last-state none leaves it out: enough for cross-entropy, not for a KL "
+                             "loss.")
+        if source.last is None and options.last_state:
+            raise StoreError(f"{source.path}: it holds no last state to store (--last-state {options.last_state})")
+    if options.to == "store" and (source.last != PRE_NORM or options.last_state == "none"):
+        why = " (the source's, behind the norm, was left out)" if source.last == POST_NORM else ""
+        notes.append(f"the store has no last state{why}: no KL loss can be trained from it")
+    if options.to == "store" and encoding.startswith("fp8") and source.encoding not in ("fp8", "fp8+zstd"):
+        notes.append("fp8 keeps 3 mantissa bits of the tapped layers' states")
     if source.encoding in ("fp32", "fp64", "fp16"):
         notes.append(f"{source.encoding} was rounded to bf16")
-    if source.encoding == "fp8" and encoding != "fp8":
-        notes.append("the source is fp8: the states are what is left of them, the last one included")
-    if encoding == "fp8" and source.encoding != "fp8":
+    if source.encoding.startswith("fp8") and not encoding.startswith("fp8"):
+        notes.append("the source is fp8: the states are what is left of them"
+                     + (", the last one included" if source.last else ""))
+    if options.to == "speculators" and encoding == "fp8" and source.encoding != "fp8":
         notes.append("fp8 keeps 3 mantissa bits, of the last state too: the way back gives rounded states")
     return notes
 
@@ -178,7 +191,7 @@ def _carried(source: Samples) -> tuple[ExtractionPlan | None, dict[int, str]]:
     if "plan" not in conversion:
         return None, {}
     try:
-        plan = ExtractionPlan(**conversion["plan"])
+        plan = ExtractionPlan.from_dict(conversion["plan"])
         quarantined = {int(index): str(reason) for index, reason in conversion["quarantined"]}
     except (TypeError, KeyError, ValueError) as error:
         raise StoreError(f"{source.path}: its {CONVERSION_FILE} is damaged ({error}). Without that file, give "
@@ -195,7 +208,7 @@ def _store_plan(source: Samples, destination: Path, options: ConvertOptions, enc
     """The plan of the store to write: the one that an earlier call wrote, the source's own, or a new one."""
     if (destination / PLAN_FILE).exists():
         return ExtractionPlan.load(destination)
-    has_last = source.last == PRE_NORM and not options.drop_last
+    last_state = options.last_state or ("all" if source.last == PRE_NORM else "none")
     if carried is None and options.target is None:
         raise StoreError(f"{source.path}: nothing here says of which model these states are, and a store must: give "
                          "--target MODEL")
@@ -209,7 +222,7 @@ def _store_plan(source: Samples, destination: Path, options: ConvertOptions, enc
         if source.target_layer_ids != carried.target_layer_ids:
             raise StoreError(f"{source.path}: its plan says layers {carried.target_layer_ids}, not "
                              f"{source.target_layer_ids}")
-        return _marked(replace(carried, encoding=encoding, last=carried.last and has_last), source)
+        return _marked(replace(carried, encoding=encoding, last_state=last_state, topk=0), source)
     if source.target_layer_ids is None:
         raise StoreError(f"{source.path}: the files do not say which layers they hold: give --target-layer-ids (ours: "
                          "id k is the output of layer k). `audit` finds them.")
@@ -223,7 +236,7 @@ def _store_plan(source: Samples, destination: Path, options: ConvertOptions, enc
     with Progress(len(source), "survey", "samples", stream=None if show else io.StringIO()) as progress:
         rows = survey(source, identity["tokenizer"], progress)
     plan = make_plan(identity, config, rows, ExtractionOptions(
-        target_layer_ids=source.target_layer_ids, last=has_last, encoding=encoding,
+        target_layer_ids=source.target_layer_ids, last_state=last_state, encoding=encoding,
         samples_per_shard=options.samples_per_shard))
     return _marked(plan, source)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
+from dflash_lib.hidden_states.encode import EncodedSample, encode_sample, find_bad
 from dflash_lib.hidden_states.extraction import check_free_space
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import SourceSample
@@ -27,7 +28,7 @@ from dflash_lib.hidden_states.formats.speculators import (
 )
 from dflash_lib.hidden_states.formats.survey import check_tokens
 from dflash_lib.hidden_states.plan import ExtractionPlan
-from dflash_lib.hidden_states.schema import StoreError, find_bad_rows, shard_name, to_raw
+from dflash_lib.hidden_states.schema import AUX, AUX_SCALES, StoreError, get_encoding, shard_name, to_raw
 from dflash_lib.hidden_states.shards import ShardWriter, remove_dead_partials
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards
 from dflash_lib.target.capture import CapturedSample
@@ -88,30 +89,36 @@ class StoreDestination:
         check_free_space(self.folder, self.plan, todo)
         return todo
 
-    def _parts(self, index: int) -> tuple[SourceSample, Tensor, Tensor | None]:
-        """A sample, its aux states bfloat16 [T, L, H], and its last state [T, H] if the plan has it."""
+    def _sample(self, index: int) -> tuple[SourceSample, EncodedSample]:
+        """A sample, and its states as the plan stores them."""
         sample = read_checked(self.source, self.where[index])
-        states = as_bf16(sample)
         num_layers = len(self.plan.target_layer_ids)
-        if states.shape[2] != self.plan.hidden_size:
-            raise StoreError(f"{self.source.path}, {sample.name}: states {states.shape[2]} wide; the target's hidden "
-                             f"size is {self.plan.hidden_size}")
-        return sample, states[:, :num_layers], states[:, num_layers] if self.plan.last else None
+        if sample.states.shape[2] != self.plan.hidden_size:
+            raise StoreError(f"{self.source.path}, {sample.name}: states {sample.states.shape[2]} wide; the target's "
+                             f"hidden size is {self.plan.hidden_size}")
+        if self.source.format == "store" and sample.scales is not None and get_encoding(self.plan.encoding).fp8:
+            return sample, EncodedSample({AUX: sample.states, AUX_SCALES: sample.scales[..., 0]})  # not rounded again
+        states = as_bf16(sample)
+        captured = CapturedSample(states[:, :num_layers],
+                                  None if self.plan.last_state == "none" else states[:, num_layers])
+        return sample, encode_sample(None, self.plan, sample.loss_mask, captured)
 
     def write(self, shard: int) -> None:
         """Writes one shard. Raises StoreError for a bad sample, and for more tokens than were planned."""
-        left = self.plan.shard_tokens[shard]
-        with ShardWriter(self.folder, self.plan, shard) as writer:
-            for index in self.plan.samples_of(shard):
+        left, samples = self.plan.shard_tokens[shard], self.plan.samples_of(shard)
+        masks = [self.source.read_tokens(self.where[index])[1] for index in samples if index not in self.quarantined
+                 ] if self.plan.last_state == "supervised" else []
+        with ShardWriter(self.folder, self.plan, shard, masks) as writer:
+            for index in samples:
                 if index in self.quarantined:
                     writer.leave_out(index, self.quarantined[index])
                     continue
-                sample, aux, last = self._parts(index)
+                sample, encoded = self._sample(index)
                 left -= len(sample.input_ids)
                 if left < 0:
                     raise StoreError(f"{self.source.path}, {sample.name}: longer than when the conversion was begun. "
                                      f"Remove {self.folder} to start anew.")
-                writer.add(index, sample.input_ids.astype(np.int32), sample.loss_mask, CapturedSample(aux, last))
+                writer.add(index, sample.input_ids.astype(np.int32), sample.loss_mask, encoded)
 
     def finish(self) -> list[str]:
         """Opens the complete store; returns what there is to say about it."""
@@ -121,20 +128,19 @@ class StoreDestination:
                 "attribute `quarantined` names them)"] if num else []
 
     def check(self, shard: int) -> None:
-        """Raises StoreError unless a shard holds what the source does, bit for bit."""
+        """Raises StoreError unless a shard holds what the source does, bit for bit, as the encoding rounds it."""
         held = set(self.store.shards[shard].sample_index.tolist())
         for index in self.plan.samples_of(shard):
             if index in self.quarantined:
                 continue
-            sample, aux, last = self._parts(index)
+            sample, encoded = self._sample(index)
             if index not in held:
-                same = bool(find_bad_rows(to_raw(aux)) or last is not None and find_bad_rows(to_raw(last)))
+                same = bool(find_bad({name: to_raw(values) for name, values in encoded.tensors.items()}))
             else:
-                stored = self.store.read(index)
-                same = (np.array_equal(stored.input_ids, sample.input_ids)
-                        and np.array_equal(stored.loss_mask, sample.loss_mask)
-                        and same_bits(stored.aux_hidden_states, aux)
-                        and (last is None or same_bits(stored.last_hidden_state_prenorm, last)))
+                ids, mask = self.store.read_tokens(index)
+                stored = self.store.read_encoded(index).tensors
+                same = (np.array_equal(ids, sample.input_ids) and np.array_equal(mask, sample.loss_mask)
+                        and all(same_bits(values, encoded.tensors[name]) for name, values in stored.items()))
             if not same:
                 raise differs(self.folder / shard_name(shard), f"sample {index}", f"{self.source.path}, {sample.name}")
 

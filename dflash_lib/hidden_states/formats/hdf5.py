@@ -4,15 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
-from dflash_lib.hidden_states.store import HiddenStateStore
-from dflash_lib.target.capture import stack_states
+from dflash_lib.hidden_states.schema import AUX, AUX_SCALES, LAST, get_encoding
+from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, describe_last_state
 
 
 class StoreSource(Samples):
     """A hidden-state store; sample i is the i-th of its sample indices, ascending.
+
+    The last state is a slot behind the tapped layers where it is stored for every token in their type; in other forms
+    (fp8, supervised rows only, top-k logits) it is not: `last_elsewhere` says so, `audit.last_state` looks at it.
 
     Raises StoreError, as opening a store does, when shards are missing or damaged.
     """
@@ -23,15 +27,24 @@ class StoreSource(Samples):
         self.path, self.store = Path(path), HiddenStateStore.open(path)
         self.plan = self.store.plan
         self.encoding, self.target_layer_ids = self.plan.encoding, self.store.target_layer_ids
-        self.last = PRE_NORM if self.plan.last else None
+        self.fp8 = get_encoding(self.encoding).fp8
+        self.last = PRE_NORM if self.plan.last and not self.fp8 else None
+        if self.last is None and self.plan.last_state != "none":
+            self.last_elsewhere = describe_last_state(self.plan) + (", in bf16 beside fp8" if self.fp8 else "")
         self.indices = self.store.sample_indices
         self.names = [f"sample {index}" for index in self.indices]
         self.missing, self.extra = [], []
 
     def read(self, i: int) -> SourceSample:
-        sample = self.store.read(self.indices[i])
-        return SourceSample(name=self.names[i], sample_id="", input_ids=sample.input_ids.astype(np.int64),
-                            loss_mask=sample.loss_mask, states=stack_states(sample))
+        ids, mask = self.store.read_tokens(self.indices[i])
+        stored = self.store.read_encoded(self.indices[i]).tensors
+        states = stored[AUX] if self.last is None else torch.cat([stored[AUX], stored[LAST][:, None]], dim=1)
+        return SourceSample(name=self.names[i], sample_id="", input_ids=ids.astype(np.int64), loss_mask=mask,
+                            states=states, scales=stored[AUX_SCALES][..., None] if self.fp8 else None)
+
+    def read_whole(self, i: int) -> StoredSample:
+        """Sample `i` with its last state, in whatever form the store has it."""
+        return self.store.read(self.indices[i])
 
     def read_tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         ids, mask = self.store.read_tokens(self.indices[i])

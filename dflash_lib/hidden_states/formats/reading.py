@@ -21,9 +21,11 @@ NUM_PROBED = 8  # the first so many samples are asked for a layout's dtype and s
 class Samples:
     """A reader's samples by number. A layout adds its own `read`, `read_tokens` and `identity`.
 
-    missing: names of samples that ought to be there and have no file; extra: names of files that no row belongs to.
+    missing: names of samples that ought to be there and have no file; extra: names of files that no row belongs to;
+    last_elsewhere: in words, a last state that is stored, but not as a slot of every token.
     """
 
+    last_elsewhere: str = ""
     format: str
     encoding: str
     target_layer_ids: list[int] | None
@@ -75,7 +77,7 @@ class Samples:
         """The source in one line."""
         layers = "not stated" if self.target_layer_ids is None else self.target_layer_ids
         return (f"{self.path}: {self.format}, {self.encoding}, {len(self)} samples, outputs of layers {layers}, "
-                f"last state {self.last or 'not stored'}")
+                f"last state {self.last or self.last_elsewhere or 'not stored'}")
 
 
 def files_identity(source: Samples) -> dict[str, Any]:

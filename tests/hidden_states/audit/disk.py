@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from dflash_lib.hidden_states.encode import encode_sample
 from dflash_lib.hidden_states.formats import open_states
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
 from dflash_lib.hidden_states.formats.speculators import write_rows
@@ -74,7 +75,8 @@ def _store(source: MemorySource, folder: Path, target: Target):
         input_ids=np.concatenate([sample.input_ids for sample in source.samples]).astype(np.int32),
         loss_mask=np.concatenate([sample.loss_mask for sample in source.samples]))
     plan = make_plan(target.identity, target.config, prepared,
-                     make_options(target_layer_ids=source.target_layer_ids, last=source.last is not None))
+                     make_options(target_layer_ids=source.target_layer_ids,
+                                  last_state="none" if source.last is None else "all"))
     folder.mkdir(parents=True)
     plan.save(folder)
     for shard in range(len(plan.shards)):
@@ -82,5 +84,6 @@ def _store(source: MemorySource, folder: Path, target: Target):
             for index in plan.samples_of(shard):
                 states = source.samples[index].decoded()
                 last = None if source.last is None else states[:, -1]
-                writer.add(index, *prepared.row(index), CapturedSample(states[:, :len(source.target_layer_ids)], last))
+                sample = CapturedSample(states[:, :len(source.target_layer_ids)], last)
+                writer.add(index, *prepared.row(index), encode_sample(None, plan, prepared.row(index)[1], sample))
     return open_states(folder)

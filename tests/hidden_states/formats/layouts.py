@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states.encode import EncodedSample, encode_sample
 from dflash_lib.hidden_states.formats import open_states
 from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
 from dflash_lib.hidden_states.plan import ExtractionPlan, make_plan
@@ -37,7 +38,7 @@ def make_random_store(folder: Path, target: Target, num_samples: int = 12, bad: 
     return plan
 
 
-def random_states(prepared: PreparedRows, index: int, plan: ExtractionPlan, bad: bool) -> CapturedSample:
+def random_states(prepared: PreparedRows, index: int, plan: ExtractionPlan, bad: bool) -> EncodedSample:
     generator = torch.Generator().manual_seed(index)
     num_tokens, num_layers = len(prepared.row(index)[0]), len(plan.target_layer_ids)
     states = torch.randn((num_tokens, num_layers + 1, plan.hidden_size), generator=generator)
@@ -45,7 +46,8 @@ def random_states(prepared: PreparedRows, index: int, plan: ExtractionPlan, bad:
     states[0] *= 100  # as position 0 has it
     if bad:
         states[-1, 0, 0] = float("inf")
-    return CapturedSample(states[:, :num_layers], states[:, -1] if plan.last else None)
+    return encode_sample(None, plan, prepared.row(index)[1],
+                         CapturedSample(states[:, :num_layers], states[:, -1] if plan.last else None))
 
 
 def read_all(folder: Path) -> list[StoredSample]:

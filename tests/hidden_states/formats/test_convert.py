@@ -75,9 +75,10 @@ class TestRefusals:
     def test_options(self):
         for options, message in [
                 ({"to": "specforge"}, "'specforge'; states are written as store or speculators"),
-                ({"to": "store", "encoding": "fp8"}, "'fp8' is not one of a store's here: bf16, bf16.zstd"),
+                ({"to": "store", "encoding": "fp16"}, "not one of a store's here: bf16, bf16.zstd, fp8, fp8.zstd"),
+                ({"to": "store", "last_state": "topk"}, "at all tokens, at supervised ones or at none"),
                 ({"to": "speculators", "encoding": "bf16+zstd"}, "not one of a speculators's here: bf16, fp8"),
-                ({"to": "speculators", "drop_last": True}, "layout needs the last state"),
+                ({"to": "speculators", "last_state": "none"}, "layout needs every token's"),
                 ({"to": "store", "with_states": False}, "a store has no use for it")]:
             with pytest.raises(StoreError, match=message):
                 ConvertOptions(**options)
@@ -154,9 +155,9 @@ class TestRefusals:
     def test_a_last_state_behind_the_norm_is_never_taken_for_one_before(self, samples, tmp_path, tiny_llama_folder):
         write_model_optimizer(tmp_path / "mo", samples)
         told = {"target_layer_ids": IDS, "target": str(tiny_llama_folder)}
-        with pytest.raises(StoreError, match="the norm cannot be undone. --drop-last"):
+        with pytest.raises(StoreError, match="cannot be undone.*--last-state none"):
             to(tmp_path / "mo", tmp_path / "out", "store", **told)
-        with pytest.raises(StoreError, match="behind the norm, which cannot be undone; speculators' layout needs"):
+        with pytest.raises(StoreError, match="final norm, which cannot be undone; speculators' layout needs"):
             to(tmp_path / "mo", tmp_path / "out", "speculators", **told)
         write_specforge(tmp_path / "sf", samples)
         with pytest.raises(StoreError, match="it holds no last state; speculators' layout needs"):
@@ -167,11 +168,12 @@ class TestRefusals:
         write_specforge(tmp_path / "sf", samples, with_last=True)
         out = tmp_path / "out"
         with pytest.raises(StoreError, match="give --target MODEL"):
-            to(tmp_path / "sf", out, "store", drop_last=True, target_layer_ids=IDS)
+            to(tmp_path / "sf", out, "store", last_state="none", target_layer_ids=IDS)
         with pytest.raises(StoreError, match="do not say which layers they hold: give --target-layer-ids"):
-            to(tmp_path / "sf", out, "store", drop_last=True, target=str(tiny_llama_folder))
+            to(tmp_path / "sf", out, "store", last_state="none", target=str(tiny_llama_folder))
         with pytest.raises(ValueError, match="does not fit a target of 6 layers"):
-            to(tmp_path / "sf", out, "store", drop_last=True, target_layer_ids=[1, 3, 6], target=str(tiny_llama_folder))
+            to(tmp_path / "sf", out, "store", last_state="none", target_layer_ids=[1, 3, 6],
+               target=str(tiny_llama_folder))
         write_specforge(tmp_path / "six", samples)
         with pytest.raises(StoreError, match="states 32 wide, but .* has hidden size 64"):
             to(tmp_path / "six", out, "store", target_layer_ids=[0, 1, 2, 3, 4, 5], target=str(tiny_llama_folder))
@@ -181,7 +183,7 @@ class TestRefusals:
             to(exported / "bf16", tmp_path / "out", "store", target=str(tiny_qwen3_5_folder))
 
     def test_a_store_without_the_last_state_has_no_place_in_speculators(self, store, tmp_path):
-        to(store, tmp_path / "bare", "store", drop_last=True)
+        to(store, tmp_path / "bare", "store", last_state="none")
         with pytest.raises(StoreError, match="it holds no last state"):
             to(tmp_path / "bare", tmp_path / "out", "speculators")
 
@@ -232,7 +234,7 @@ class TestThereAndBack:
         same_samples(read_all(tmp_path / "raw"), samples)
         to(tmp_path / "raw", tmp_path / "back", "store", encoding="bf16+zstd")
         assert files_of(tmp_path / "back") == files_of(store)
-        done = to(store, tmp_path / "bare", "store", drop_last=True)
+        done = to(store, tmp_path / "bare", "store", last_state="none")
         same_samples(read_all(tmp_path / "bare"), samples, last=False)
         assert done.notes == ["the store has no last state: no KL loss can be trained from it"]
 
@@ -280,9 +282,9 @@ class TestOtherTools:
     def test_model_optimizer_into_a_store(self, samples, tmp_path, tiny_llama_folder):
         write_model_optimizer(tmp_path / "mo", samples)
         done = to(tmp_path / "mo", tmp_path / "store", "store", target=str(tiny_llama_folder), target_layer_ids=IDS,
-                  drop_last=True)
+                  last_state="none")
         same_samples(read_all(tmp_path / "store"), samples, last=False)
-        assert "(behind the norm) was left out" in done.notes[0]
+        assert "behind the norm, was left out" in done.notes[0]
 
     def test_unusable_samples_are_left_out_and_counted(self, samples, tmp_path, tiny_llama_folder):
         changed = list(samples)
@@ -356,8 +358,8 @@ class TestCommand:
         write_specforge(tmp_path / "sf", samples[:3], with_last=True)
         arguments = [tmp_path / "sf", tmp_path / "out", "--target", tiny_llama_folder, "--target-layer-ids", 1, 3, 4]
         assert self.call(*arguments) == 2
-        assert "--drop-last leaves it out" in capsys.readouterr().err
-        assert self.call(*arguments, "--drop-last") == 0
+        assert "--last-state none leaves it out" in capsys.readouterr().err
+        assert self.call(*arguments, "--last-state", "none") == 0
         assert self.call(tmp_path / "none", tmp_path / "out") == 2
 
     @pytest.mark.parametrize("kind", ["store", "speculators"])
