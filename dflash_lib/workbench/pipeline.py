@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import nbformat
-
 from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
 from dflash_lib.job_status import JobStatus
 from dflash_lib.launch import ONE_MACHINE, Nodes
@@ -313,6 +311,8 @@ def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: 
 
 def _keep_whole(out: Path) -> None:
     """papermill saves after every cell; a kernel that died before the first one leaves no file to look at."""
+    import nbformat  # half a second or more, which `status` need not spend
+
     if not out.is_file():
         nbformat.write(nbformat.v4.new_notebook(), out)
 
