@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -146,6 +147,30 @@ def test_what_a_worker_raised_is_what_command_and_status_show(job, tmp_path):
     assert weights.name in said[0] or "rank 0" in said[0], text
     code, text = command("status", folder)
     assert code == 1 and "failed: run" in text and said[0] in text, text
+
+
+@pytest.mark.slow
+def test_two_machines_extract_together(job, tmp_path):
+    """Both on this one: the second is started detached, before the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    folder = tmp_path / "runs" / "tiny"
+    words = ["run", job, "--runs-dir", tmp_path / "runs", "--only", "04_extract", "--nnodes", 2,
+             "--rendezvous", endpoint]
+    code, text = command(*words, "--node-rank", 1, "--detach")
+    assert code == 0, text
+    second = int(re.search(r"process (\d+)", text)[1])
+    code, text = command(*words, "--node-rank", 0)
+    assert code == 0 and "04_extract: passed" in text, text
+    wait_for(lambda: not psutil.pid_exists(second) or psutil.Process(second).status() == "zombie")
+    said = (folder / "logs" / "run.node1.log").read_text()
+    assert "node 1 of 2: waits for node 0's job" in said and "node 1 of 2: the job has ended" in said, said
+    code, text = command("status", folder)
+    assert code == 0 and "extraction: finished" in text, text
+    assert len(json.loads((folder / "logs" / "extraction.status.json").read_text())["workers"]) == 2
+    code, text = command("logs", folder)
+    assert "extraction_worker.node1.log" in text
 
 
 def test_a_mistake_is_an_error_before_anything_is_detached(tmp_path):
