@@ -115,7 +115,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     rates = job_rates(params, folder)
     capture, training = job_memory(config_folder, layer_ids, params)
     store = REPOSITORY / Path(params["store_dir"]).expanduser() if params["store_dir"] else folder / "states"
-    device, workers, load = params["device"], params["num_workers"], rates.load_s / 3600
+    device, workers, load = params["device"], num_extracting(params), rates.load_s / 3600
     write, read = (rate * 1e6 / each for rate in (rates.disk_write_mb_s, rates.disk_read_mb_s))
     trained = params["steps"] * params["batch_samples"] * mean_length
     plan.facts += [
@@ -256,9 +256,17 @@ def _too_few_devices(params: dict[str, Any]) -> list[str]:
     num = torch.cuda.device_count()
     if num == 0:
         return [f"device: {params['device']}, but PyTorch sees no CUDA device (python -m dflash_lib doctor says why)"]
-    if params["num_workers"] > num:
-        return [f"num_workers: {params['num_workers']} processes, one a device, but PyTorch sees {num} CUDA devices"]
-    return []
+    absent = [number for number in params["gpus"] or [] if number >= num]
+    return [f"gpus: there is no device {absent[0]}; PyTorch sees {num}, from 0 to {num - 1}"] if absent else []
+
+
+def num_extracting(params: dict[str, Any]) -> int:
+    """Workers of 04_extract: `gpus`, or all that are here (`num_gpus` where none is), or `num_workers` on a CPU."""
+    if not params["device"].startswith("cuda"):
+        return params["num_workers"]
+    if params["device"] != "cuda":
+        return 1
+    return len(params["gpus"] or []) or torch.cuda.device_count() or params["num_gpus"]
 
 
 def _too_little_memory(plan: JobPlan, params: dict[str, Any]) -> list[str]:
@@ -272,7 +280,7 @@ def _too_little_memory(plan: JobPlan, params: dict[str, Any]) -> list[str]:
         return [str(error)]
     found = []
     for stage in plan.stages:
-        needed = stage.memory if on_gpu or stage.notebook != "04_extract" else stage.memory * params["num_workers"]
+        needed = stage.memory if on_gpu or stage.notebook != "04_extract" else stage.memory * num_extracting(params)
         if needed > free:
             found.append(f"{stage.notebook}: takes {human_bytes(needed)} of memory, {human_bytes(free)} are free on "
                          f"{params['device']}; lower token_budget (04) or batch_samples and draft_vocab_size (06)")
@@ -294,11 +302,11 @@ def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: floa
     limit = params["max_disk_tb"]
     disk = shutil.disk_usage(nearest_existing(store)).free if limit is None else limit * 1e12
     work = Work(num_tokens=num_tokens, epochs=params["epochs"], bytes_per_token=each)
-    plan = plan_gpus(params["gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
+    plan = plan_gpus(params["num_gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
     ours = f" C takes {plan.outcomes['C'].gpu_hours:,.3g} GPU-hours." if plan.winner != "C" else ""
     each_a = "GPUs" if params["device"].startswith("cuda") else "processes"
-    return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['gpus']} {each_a} with "
-            f"{disk / 1e12:.3g} TB of disk (parameters gpus, epochs; not this job's stages, which stand below): "
+    return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['num_gpus']} {each_a} with "
+            f"{disk / 1e12:.3g} TB of disk (parameters num_gpus, epochs; not this job's stages, which stand below): "
             f"{plan.sentence()}{ours} The workbench extracts as C does, but trains in {TRAINING_PROCESSES} process."]
 
 

@@ -27,13 +27,13 @@ from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
 from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
-from dflash_lib.drafter.training_job import open_job, sigterm_noted, training_lock
+from dflash_lib.drafter.training_job import open_job, sigterm_noted
 from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.job_status import read_status
 from dflash_lib.launch import LaunchError
-from dflash_lib.locks import Locked, folder_lock
+from dflash_lib.locks import Locked, folder_lock, lock_beside
 from dflash_lib.target.loading import load_target
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
@@ -250,7 +250,7 @@ def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
 
 
 def test_two_trainers_in_one_folder_are_refused(tiny_store, tiny_llama, tmp_path):
-    parent, lock = training_lock(tmp_path / "drafter")
+    parent, lock = lock_beside(tmp_path / "drafter")
     with folder_lock(parent, "training", lock), pytest.raises(Locked, match="is working on this training"):
         start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
                        device="cpu", threads=1, options=OPTIONS)
