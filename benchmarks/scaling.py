@@ -156,7 +156,8 @@ def report(work_dir: Path, num_samples: int, conversations: Path, model: Path) -
     for name, (unit, kind, seconds) in measured[-1].items():
         before = measured[-2][name][2]
         growth = vars(sizes[-1])[unit] / vars(sizes[-2])[unit]
-        exponent = math.log(max(seconds, 1e-9) / max(before, 1e-9)) / math.log(growth if growth > 1 else FACTORS[-1] / FACTORS[-2])
+        growth = growth if growth > 1 else FACTORS[-1] / FACTORS[-2]  # of what should not grow: against the samples
+        exponent = math.log(max(seconds, 1e-9) / max(before, 1e-9)) / math.log(growth)
         estimates[name] = kind, seconds * vars(wanted)[unit] / vars(largest)[unit]
         if name in rates:
             estimates[name] = kind, rates[name] * (BIG_TOKENS * BIG_BYTES if name == READ else wanted.bytes)

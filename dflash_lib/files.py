@@ -25,6 +25,17 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path | str) -> None:
+    """Makes `path` and what is missing above it, durably: a power cut would otherwise take a new folder with all that
+    was fsynced in it."""
+    path = Path(path)
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+    path.mkdir(exist_ok=True)  # raises FileExistsError where a file is in the way
+
+
 def publish(partial: Path, final: Path) -> None:
     """fsyncs `partial`, renames it to `final` (same folder) and fsyncs the folder.
 
@@ -42,7 +53,7 @@ def publish(partial: Path, final: Path) -> None:
 def atomic_path(path: Path | str) -> Iterator[Path]:
     """Yields a hidden partial path beside `path`; publishes it on a clean exit, removes it on an exception."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial

@@ -31,6 +31,7 @@ HEIR = ".heir"
 START_TOLERANCE_S = 5.0  # psutil derives start times from the boot time, which clock corrections move a little
 STALE_INTERVALS = 4  # heartbeats that must be seen to be missing
 LONGEST_INTERVAL_S = 120.0  # a lock that names a longer one is damaged
+_held: set[str] = set()  # tokens of the locks that this process holds
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -75,6 +76,14 @@ def process_alive(process: dict[str, Any]) -> bool | None:
         return False
 
 
+def _holder_alive(holder: dict[str, Any]) -> bool | None:
+    """`process_alive`, but a lock of this very process that it no longer holds (it could not be removed from a disk
+    that had turned read-only) is dead."""
+    alive = process_alive(holder)
+    ours = alive and holder["pid"] == os.getpid() and "token" in holder
+    return False if ours and holder["token"] not in _held else alive
+
+
 def _read(path: Path) -> tuple[dict[str, Any], int] | None:
     """The holder that a lock names and its newest heartbeat (mtime in ns). None without a lock, {} when it cannot be
     read. The file is opened for that: NFS asks its server then, but may answer a stat from memory."""
@@ -93,14 +102,21 @@ def _read(path: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def lock_holder(folder: Path | str, name: str = LOCK_NAME) -> dict[str, Any] | None:
-    """Who holds the folder: pid, host, started (seconds since 1970), what. None when nobody does, or a dead process.
+    """Who holds the folder: pid, host, started and since (when the process began and when it took the lock, in seconds
+    since 1970), what. None when nobody does, or a dead process.
 
     A holder on another host is believed, whatever its heartbeat; `folder_lock` watches it.
     """
     found = _read(Path(folder) / name)
-    if found is None or not found[0] or process_alive(found[0]) is False:
+    if found is None or not found[0] or _holder_alive(found[0]) is False:
         return None
     return found[0]
+
+
+def lock_beside(folder: Path | str) -> tuple[Path, str]:
+    """Folder and name of a lock beside `folder`, for one that may be moved while it is locked."""
+    folder = Path(folder)
+    return folder.parent, f".{folder.name}.lock"
 
 
 def _say(text: str) -> None:
@@ -156,8 +172,8 @@ def _remove_dead(path: Path, own: Path, mine: dict[str, Any], dead: dict[str, An
 
 
 def _names(holder: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
-    return f"process {holder['pid']} on {holder['host']} (started {since})"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.get("since", holder["started"])))
+    return f"process {holder['pid']} on {holder['host']} (since {since})"
 
 
 def _refuse(path: Path, holder: dict[str, Any]) -> None:
@@ -194,7 +210,7 @@ def _acquire(path: Path, own: Path, mine: dict[str, Any]) -> None:
         holder, beat = found
         if holder == mine:
             return  # NFS: the link was made, and its answer was lost
-        alive = process_alive(holder) if holder else False
+        alive = _holder_alive(holder) if holder else False
         if alive or alive is None and _beats(path, holder, beat):
             _refuse(path, holder)
         _remove_dead(path, own, mine, holder)
@@ -258,7 +274,7 @@ def folder_lock(folder: Path | str, what: str, name: str = LOCK_NAME, heartbeat_
     path = Path(folder).absolute() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     token = uuid.uuid4().hex[:12]
-    mine = {**this_process(), "what": what, "heartbeat_s": heartbeat_s, "token": token}
+    mine = {**this_process(), "what": what, "since": time.time(), "heartbeat_s": heartbeat_s, "token": token}
     mine = json.loads(json.dumps(mine))  # as it is read
     own = path.with_name(f"{name}.{socket.gethostname()}.{os.getpid()}.{token}")
     beat = _Heartbeat(path, mine, heartbeat_s)
@@ -267,6 +283,7 @@ def folder_lock(folder: Path | str, what: str, name: str = LOCK_NAME, heartbeat_
             json.dump(mine, file)
             file.flush()
             os.fsync(file.fileno())  # before the link: a power cut must not leave an empty lock
+        _held.add(token)  # before it is placed: another thread may look
         _acquire(path, own, mine)
         own.unlink()
         _remove_leftovers(path)
@@ -276,6 +293,7 @@ def folder_lock(folder: Path | str, what: str, name: str = LOCK_NAME, heartbeat_
             raise Locked(beat.lost)
     finally:
         beat.ended.set()
+        _held.discard(token)
         if os.getpid() == mine["pid"]:  # not in a forked child that leaves through here
             _give_back(path, own, mine)
 

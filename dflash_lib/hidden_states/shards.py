@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,8 @@ class ShardWriter:
         finally:
             self.file.close()
             self.guard.file.close()
-            self.partial.unlink(missing_ok=True)
+            with suppress(OSError):  # where nothing can be removed any more, the reason for that is raised already
+                self.partial.unlink(missing_ok=True)
         if kind is not None and issubclass(kind, OSError) and error is self.guard.error:
             raise self._failed(error) from error
 

@@ -39,6 +39,7 @@ from dflash_lib.hidden_states.schema import (
 )
 from dflash_lib.hidden_states.shard_layout import ShardLayout
 
+UNREADABLE = (OSError, KeyError, ValueError, RuntimeError)  # what h5py raises for a damaged file, by what is damaged
 NUM_OPEN_FILES = 32
 NUM_LAYOUTS = 2048  # of shards, kept when their files are closed: 50 kB each where a shard is 12 GB
 CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
@@ -100,14 +101,17 @@ def read_shard_index(store: Path | str, plan: ExtractionPlan, shard: int) -> Sha
             schema, plan_hash, number = (get_attribute(file, name) for name in ("schema", "plan", "shard"))
             index = ShardIndex(file["offsets"][:], file["sample_index"][:], str(get_attribute(file, "quarantined")))
             num_tokens = file[AUX].shape[0]
-    except (OSError, KeyError, ValueError) as error:
+            if not all(has_digest(file[name], hashlib.sha256(getattr(index, name))) for name in ("offsets",
+                                                                                               "sample_index")):
+                raise ValueError("offsets or sample_index: not what was written")
+            if len(index.offsets) != len(index.sample_index) + 1 or index.offsets[-1] != num_tokens:
+                raise ValueError(f"its offsets do not fit its {num_tokens} tokens")
+    except UNREADABLE as error:
         raise StoreError(f"{path}: damaged or cut off ({error}). Start the extraction again: it replaces this shard "
                          "and keeps the others.") from error
     if (schema, plan_hash, number) != (SCHEMA, plan.hash, shard):
         raise StoreError(f"{path}: belongs to another plan (schema {schema}, plan {str(plan_hash)[:12]}, shard "
                          f"{number}; expected {SCHEMA}, {plan.hash[:12]}, {shard}). Was it copied from another store?")
-    if len(index.offsets) != len(index.sample_index) + 1 or index.offsets[-1] != num_tokens:
-        raise StoreError(f"{path}: damaged: its offsets do not fit its {num_tokens} tokens")
     return index
 
 
@@ -258,7 +262,9 @@ class HiddenStateStore:
             path = self.folder / shard_name(shard)
             try:
                 kept[shard] = make(path)
-            except (OSError, KeyError) as error:
+            except StoreError:
+                raise
+            except UNREADABLE as error:
                 raise StoreError(f"{path}: cannot be opened ({error}). {repair(path.name)}") from error
             if len(kept) > num:
                 drop(kept.popitem(last=False)[1])
@@ -298,7 +304,7 @@ class HiddenStateStore:
         """Whatever goes wrong inside names the file and the sample, and says what to do."""
         try:
             yield
-        except (StoreError, OSError, KeyError) as error:
+        except UNREADABLE as error:  # StoreError is a ValueError
             raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
                              f"{repair(shard_name(shard))}") from error
 
@@ -307,7 +313,7 @@ class HiddenStateStore:
         what is wrong with them, `read` will say."""
         for index in sample_indices:
             shard, row = self._locate(index)
-            with suppress(StoreError, OSError):
+            with suppress(*UNREADABLE):
                 self._layout(shard).read_ahead(self._fd(shard), row)
 
     def read(self, sample_index: int) -> StoredSample:
@@ -358,6 +364,7 @@ class HiddenStateStore:
             ("shards", f"{len(self.shards)} of {len(plan.shards)}"),
             ("on disk", f"{human_bytes(on_disk)}, {on_disk / max(tokens, 1):.0f} bytes a token "
                         f"(raw {plan.bytes_per_token})"),
+            ("file locks", "none needed: HDF5's own are off, and nothing uses flock"),
             ("data", f"fingerprint {plan.data['fingerprint'][:12]}"), ("plan", plan.hash[:12]),
         ]
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

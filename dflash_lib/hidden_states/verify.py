@@ -20,7 +20,7 @@ from dflash_lib.hidden_states.schema import (
     repair,
     shard_name,
 )
-from dflash_lib.hidden_states.store import HiddenStateStore, ShardIndex
+from dflash_lib.hidden_states.store import UNREADABLE, HiddenStateStore, ShardIndex
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def verify_store(store: HiddenStateStore, prepared: PreparedRows,
     for shard in store.shards:
         try:
             _verify_shard(store, shard, prepared, faults)
-        except OSError as error:
+        except UNREADABLE as error:
             faults.add("checksums", 1, f"{shard_name(shard)}: {error}. {repair(shard_name(shard))}")
         content = store.shards[shard]
         seen.update(content.sample_index.tolist())

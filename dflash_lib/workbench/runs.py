@@ -1,7 +1,7 @@
 """A run is a folder; a notebook opens it, checks things, saves figures and finishes with its results.
 
     runs/<run_id>/  params.yaml  results/<notebook>.json  notebooks/*.ipynb (as executed)  figures/<notebook>/*.png
-                    report/  stages/ (what a stage was executed with)  and the stages' own products
+                    report/  stages/ (what a stage was executed with)  logs/  and the stages' own products
 
 A notebook works the same in JupyterLab and under the pipeline. Opened by hand its cell wins over the run's params.yaml,
 and every difference is printed and recorded in its results.
@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
 # hashed by content, pipeline.py
 INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
+RUN_STATUS = "logs/run.status.json"  # of a run: which notebook the pipeline is at, and how it ended
 BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages", "logs")
 OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
 
@@ -115,6 +116,11 @@ class Run:
         self.began, self.began_ns = time.monotonic(), time.time_ns()
         self._touched: set[Path] = set()
         self._read_results: dict[str, str] = {}
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Every parameter of the run, whichever notebook declares it."""
+        return read_parameters_file(self.folder / "params.yaml")
 
     def path(self, *parts: str) -> Path:
         """A path below the run folder. The pipeline repeats this notebook when what it found there has changed."""

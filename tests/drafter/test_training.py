@@ -24,16 +24,16 @@ from dflash_lib.drafter import (
 )
 from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.checkpoints import list_checkpoints
-from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, seeded_generator, split_samples
+from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
-from dflash_lib.drafter.training import Trainer, TrainingError, check_mask_token, learning_rate
-from dflash_lib.drafter.training_job import open_job, sigterm_noted, training_lock
+from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
+from dflash_lib.drafter.training_job import open_job, sigterm_noted
 from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.job_status import read_status
 from dflash_lib.launch import LaunchError
-from dflash_lib.locks import Locked, folder_lock
+from dflash_lib.locks import Locked, folder_lock, lock_beside
 from dflash_lib.target.loading import load_target
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
@@ -73,37 +73,6 @@ def test_an_epoch_takes_every_sample_once_and_draws_anchors_anew(tiny_store):
     anchors = [{tuple(row) for number in range(start, start + 5) for row in data.batch(number).anchors.tolist()}
                for start in (0, 5)]
     assert anchors[0] != anchors[1]
-
-
-@pytest.mark.parametrize("batch_samples", [1, 3, 7])
-def test_the_order_is_each_epochs_own_permutation_however_it_is_asked_for(tiny_store, batch_samples):
-    """Against the obvious way, which draws it anew for every sample; also from the middle, as a resumed run asks."""
-    samples = tiny_store.sample_indices[:7]
-    for numbers in (range(20), [19, 3, 11, 0]):
-        data = data_of(tiny_store, samples, batch_samples=batch_samples)
-        for number in numbers:
-            wanted = []
-            for position in range(number * batch_samples, (number + 1) * batch_samples):
-                epoch, offset = divmod(position, len(samples))
-                order = torch.randperm(len(samples), generator=seeded_generator(1, epoch)).tolist()
-                wanted.append((epoch, samples[order[offset]]))
-            assert data.chosen(number) == wanted
-            assert data.epoch_order(number) == [samples[i] for i in torch.randperm(
-                len(samples), generator=seeded_generator(1, number)).tolist()]
-    assert data.batch(2).sample_indices == tuple(index for _, index in data.chosen(2))
-
-
-def test_scans_open_each_shard_once(tiny_store, monkeypatch):
-    """In file order; by sample index, random reading of a large store would open a file for nearly every sample."""
-    shards = []
-    locate = tiny_store._locate
-    monkeypatch.setattr(tiny_store, "read_tokens", lambda i, read=tiny_store.read_tokens: (
-        shards.append(locate(i)[0]), read(i))[1])
-    for scan in (lambda: split_samples(tiny_store, 2, seed=0), lambda: check_mask_token(tiny_store, 3),
-                 lambda: draft_vocabulary(tiny_store, tiny_store.sample_indices, 20, [2], 384)):
-        shards.clear()
-        scan()
-        assert len(shards) == 12 and shards == sorted(shards) and len(set(shards)) > 1
 
 
 def test_draft_vocabulary_is_the_most_frequent_supervised_tokens(tiny_store):
@@ -281,7 +250,7 @@ def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
 
 
 def test_two_trainers_in_one_folder_are_refused(tiny_store, tiny_llama, tmp_path):
-    parent, lock = training_lock(tmp_path / "drafter")
+    parent, lock = lock_beside(tmp_path / "drafter")
     with folder_lock(parent, "training", lock), pytest.raises(Locked, match="is working on this training"):
         start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
                        device="cpu", threads=1, options=OPTIONS)

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.hidden_states.extraction import check_free_space, open_plan, start_extraction
-from dflash_lib.hidden_states.extraction_worker import share_out
+from dflash_lib.hidden_states.job import ExtractionJob, scan_store
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError, shard_name
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards
 from dflash_lib.hidden_states.verify import require_verified, verify_store
-from dflash_lib.launch import LaunchError, run_torchrun
+from dflash_lib.launch import LaunchError, Nodes, run_torchrun
 from tests.hidden_states.rows import make_options, make_prepared, make_store
 
+WORKER = "dflash_lib.hidden_states.extraction_worker"
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -50,6 +52,12 @@ def truth(tiny_llama_folder, prepared_folder, tmp_path_factory):
     return folder / "store"
 
 
+def make_job(store: Path, target, prepared_folder: Path) -> ExtractionJob:
+    """The job that extracts what is missing in a store whose plan is there."""
+    todo = scan_store(store, ExtractionPlan.load(store), PreparedRows.load(prepared_folder).sample_ids).missing
+    return ExtractionJob(store=str(store), model=str(target.path), prepared=str(prepared_folder), todo=todo)
+
+
 def shard_bytes(folder: Path) -> dict[str, bytes]:
     assert not list(folder.glob(".*")), "a partial file was left"
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -76,9 +84,17 @@ def test_a_destination_that_cannot_be_written_is_refused(start, tmp_path):
         start(store="file")
 
 
-def test_more_processes_than_devices_are_refused(tmp_path, tiny_llama_folder, prepared_folder):
-    with pytest.raises(StoreError, match="num_workers: 99 processes"):
-        start_extraction(tmp_path, tiny_llama_folder, prepared_folder, make_options(), tmp_path, 99, device="cuda")
+def test_devices_that_are_not_there_are_refused(tmp_path, tiny_llama_folder, prepared_folder):
+    options = make_options()
+    with pytest.raises(StoreError, match="gpus: PyTorch sees no CUDA device"):
+        start_extraction(tmp_path, tiny_llama_folder, prepared_folder, options, tmp_path, 99, device="cuda")
+    with pytest.raises(StoreError, match=r"gpus: \[0, 1\] with device 'cpu'"):
+        start_extraction(tmp_path, tiny_llama_folder, prepared_folder, options, tmp_path, gpus=[0, 1])
+    with pytest.raises(StoreError, match="device: 'cuda:1'; write cuda"):
+        start_extraction(tmp_path, tiny_llama_folder, prepared_folder, options, tmp_path, device="cuda:1", gpus=[0])
+    with pytest.raises(StoreError, match="this machine joins it"):
+        start_extraction(tmp_path, tiny_llama_folder, prepared_folder, options, tmp_path, nodes=Nodes(2, 1, "host:1"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_without_a_plan_are_never_overwritten(start, tmp_path):
@@ -112,10 +128,9 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_bytes(start, tmp_path, 
         if fields["shard"] == 2:  # the first batch of the third shard is done, its file is half written
             os.kill(fields["pid"], signal.SIGKILL)
 
-    args = ["--store", tmp_path / "store", "--model", tiny_llama.path, "--prepared", prepared_folder,
-            "--dtype", "float32", "--device", "cpu"]
+    job = make_job(tmp_path / "store", tiny_llama, prepared_folder)
     with pytest.raises(LaunchError, match="SIGKILL"):
-        run_torchrun("dflash_lib.hidden_states.extraction_worker", args, 1, tmp_path / "logs", 1, kill)
+        run_torchrun(WORKER, [job.save(tmp_path / "logs")], 1, tmp_path / "logs", 1, kill)
     plan = ExtractionPlan.load(tmp_path / "store")
     missing, _ = missing_shards(tmp_path / "store", plan)
     assert len(plan.shards) == 8 and 0 not in missing and len(missing) >= 4
@@ -129,12 +144,16 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_bytes(start, tmp_path, 
     assert (again.num_shards, again.num_tokens, again.tokens_per_second) == (0, 0, 0.0)
 
 
-def test_shards_are_shared_out_evenly_and_each_once():
-    tokens = [50, 9, 40, 30, 20, 10, 0]
-    parts = share_out([0, 2, 3, 4, 5, 6], tokens, 2)
-    assert sorted(parts[0] + parts[1]) == [0, 2, 3, 4, 5, 6]
-    assert sorted(sum(tokens[i] for i in part) for part in parts) == [70, 80]
-    assert share_out([1], tokens, 3) == [[1], [], []]
+def test_the_largest_missing_shards_come_first(tmp_path, tiny_llama, prepared):
+    plan = make_store(tmp_path / "store", tiny_llama, prepared)
+    for shard in (1, 4, 6):
+        (tmp_path / "store" / shard_name(shard)).unlink()
+    os.truncate(tmp_path / "store" / shard_name(3), 100)
+    swapped = [100, 1, 3, 7, 100, 100, 7, 100]
+    object.__setattr__(plan, "shard_tokens", swapped)
+    plan.__dict__["hash"] = ExtractionPlan.load(tmp_path / "store").hash
+    scan = scan_store(tmp_path / "store", plan, prepared.sample_ids)
+    assert scan.missing == [4, 3, 6, 1] and list(scan.damaged) == [3] and scan.num_quarantined == 0
 
 
 def test_two_processes_write_the_same_store(start, tmp_path, truth, prepared):
@@ -148,10 +167,10 @@ def test_two_processes_write_the_same_store(start, tmp_path, truth, prepared):
 def test_rows_that_changed_since_the_plan_are_refused_by_the_job(start, tmp_path, tiny_llama, prepared):
     make_store(tmp_path / "store", tiny_llama, prepared)
     make_prepared(tiny_llama, num_samples=40, seed=1).save(tmp_path / "other")
-    args = ["--store", tmp_path / "store", "--model", tiny_llama.path, "--prepared", tmp_path / "other",
-            "--dtype", "float32", "--device", "cpu"]
+    job = ExtractionJob(store=str(tmp_path / "store"), model=str(tiny_llama.path), prepared=str(tmp_path / "other"),
+                        todo=[0])
     with pytest.raises(LaunchError, match="not the rows that"):
-        run_torchrun("dflash_lib.hidden_states.extraction_worker", args, 1, tmp_path / "logs", 1)
+        run_torchrun(WORKER, [job.save(tmp_path / "logs")], 1, tmp_path / "logs", 1)
 
 
 def test_a_disk_that_fills_up_ends_in_words_not_in_a_crash(tmp_path, tiny_llama, prepared):
