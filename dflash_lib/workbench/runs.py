@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from dflash_lib.files import atomic_path, hash_value, read_json, write_json, write_text
-from dflash_lib.locks import lock_holder
+from dflash_lib.locks import LOCK_NAME, lock_holder
 from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_parameters_file, resolve_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -243,7 +243,8 @@ def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) ->
     holder = lock_holder(folder)
     if holder is not None and str(holder["pid"]) != os.environ.get(PIPELINE_PID):
         raise RunError(f"{folder}: the pipeline (process {holder['pid']} on {holder['host']}) is working on this run; "
-                       f"wait for it, or stop it: `python -m dflash_lib stop {folder}`")
+                       f"wait for it, or stop it: `python -m dflash_lib stop {folder}`; if no such process exists on "
+                       f"that host, remove {folder / LOCK_NAME}")
     wanted = read_parameters_file(folder / "params.yaml")
     parameters = to_json(parameters, "parameters")
     of_pipeline = __notebook_name__[:1].isdigit()  # a study's own parameters are no job's
