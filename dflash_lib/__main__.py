@@ -1,7 +1,7 @@
 """python -m dflash_lib <command>: the workbench from a shell.
 
-Exit codes: 0 done, 1 a notebook failed or a store is not as it should be, 2 something to put right in what was asked
-(one clear message, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 a notebook failed, a run ended too early or a store is not as it should be, 2 something to put
+right in what was asked (one clear message, no traceback), 130 interrupted.
 """
 
 import argparse
@@ -40,7 +40,25 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--runs-dir", type=Path, help="default: the job's runs_dir, or runs/")
     run.add_argument("--plan", action="store_true", help="say what every stage takes, and what would stop it here; "
                      "nothing is executed or written")
+    run.add_argument("--detach", action="store_true", help="start it in a session of its own, which a lost "
+                     "connection or a closed terminal does not end; its output goes to logs/run.log of the run")
+    nodes = run.add_argument_group("machines", "Extraction on several that share a file system (--only "
+                                   f"{commands.EXTRACTION}): the same command on each, with its own rank.")
+    nodes.add_argument("--nnodes", type=_count, metavar="N", help="how many machines")
+    nodes.add_argument("--node-rank", type=_rank, metavar="R", help="this one's number, from 0; 0 leads")
+    nodes.add_argument("--rendezvous", metavar="HOST:PORT", help="where machine 0 listens")
     run.set_defaults(function=commands.run_command)
+
+    status = subparsers.add_parser("status", help="is a run alive, how far is it, what was its last error? "
+                                   "(exit code 0: alive or finished)")
+    stop = subparsers.add_parser("stop", help="end a run, or the job of a notebook, as Ctrl-C does; it can go on later")
+    logs = subparsers.add_parser("logs", help="the last lines of a run's logs, the newest last")
+    for command, function in ((status, commands.status_command), (stop, commands.stop_command),
+                              (logs, commands.logs_command)):
+        command.add_argument("run", type=Path, help="run folder, such as runs/demo; its name; or its parameter file")
+        command.set_defaults(function=function)
+    logs.add_argument("--follow", action="store_true", help="go on printing until the run has ended")
+    logs.add_argument("--lines", type=_count, default=20, metavar="N", help="of each log (default: %(default)s)")
 
     doctor = subparsers.add_parser("doctor", help="look at this machine: a green, amber or red line each")
     doctor.add_argument("model", nargs="?", help="folder of a target: does it fit? (only config.json is read)")
@@ -173,6 +191,13 @@ def _count(text: str) -> int:
     """An argument that counts something: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1 is needed")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    """An argument that numbers something from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 0 is needed")
     return int(text)
 
 

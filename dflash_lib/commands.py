@@ -6,29 +6,110 @@ Commands import what they need when called: `--help` and a misspelled parameter 
 import argparse
 import os
 import sys
+from pathlib import Path
 
-from dflash_lib.workbench.pipeline import PipelineOptions, PipelineResult, run_pipeline
+from dflash_lib.launch import ONE_MACHINE, Nodes
+from dflash_lib.workbench.pipeline import (
+    Job,
+    PipelineOptions,
+    PipelineResult,
+    check_job,
+    run_pipeline,
+    sigterm_interrupts,
+)
+from dflash_lib.workbench.run_control import print_logs, start_detached, stop_run
+from dflash_lib.workbench.run_state import describe_run, find_run
 from dflash_lib.workbench.runs import REPOSITORY, input_path, load_record, to_json
+
+EXTRACTION = "04_extract"  # the notebook whose job spans machines
 
 
 def run_command(options: argparse.Namespace) -> int:
-    from dflash_lib.report.pages import build_report
-
     if options.plan:
+        if options.detach or options.nnodes is not None:
+            raise ValueError("--plan executes nothing; leave out " + ("--detach" if options.detach else "--nnodes"))
         from dflash_lib.workbench.job_plan import plan_job
 
         plan = plan_job(options.params, options.runs_dir, options.run_id, start=options.start, stop=options.stop,
                         only=options.only)
         print(plan.text())
         return 1 if plan.obstacles else 0
-    result = run_pipeline(PipelineOptions(
+    nodes = _nodes(options)
+    settings = PipelineOptions(
         params_file=options.params, run_id=options.run_id, start=options.start, stop=options.stop, only=options.only,
-        force=options.force, runs_dir=options.runs_dir))
+        force=options.force or nodes.num > 1, runs_dir=options.runs_dir, nodes=nodes)  # current or not: the others wait
+    if options.detach:
+        return _run_detached(options, check_job(settings).folder, nodes)
+    if nodes.rank > 0:
+        return _join(check_job(settings), nodes)
+    from dflash_lib.report.pages import build_report
+
+    result = run_pipeline(settings)
     page = build_report(result.folder)
     print(f"\n{summary_table(result)}\n\nreport: {page}")
     if result.error:
         print(f"\n{result.error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _nodes(options: argparse.Namespace) -> Nodes:
+    """The machines of `run`. Raises ValueError for options that do not go together."""
+    if options.nnodes is None:
+        given = [name for name in ("node-rank", "rendezvous") if getattr(options, name.replace("-", "_")) is not None]
+        if given:
+            raise ValueError(f"--{given[0]} goes with --nnodes N, the number of machines")
+        return ONE_MACHINE
+    if options.only != EXTRACTION:
+        raise ValueError(f"--nnodes {options.nnodes}: only the extraction spans machines; add --only {EXTRACTION}")
+    missing = [name for name in ("node-rank", "rendezvous") if getattr(options, name.replace("-", "_")) is None]
+    if missing and options.nnodes > 1:
+        raise ValueError(f"--nnodes {options.nnodes} needs {' and '.join(f'--{name}' for name in missing)}: this "
+                         "machine's number, from 0, and HOST:PORT of machine 0, the same on all of them")
+    return Nodes(options.nnodes, options.node_rank or 0, options.rendezvous or "")
+
+
+def _join(job: Job, nodes: Nodes) -> int:
+    """What a machine behind the first does: no notebook, no lock of the run; it ends with the job."""
+    from dflash_lib.hidden_states.extraction import join_extraction
+
+    logs = job.folder / "logs"
+    print(f"node {nodes.rank} of {nodes.num}: waits for node 0's job in {logs}, and works on it", flush=True)
+    with sigterm_interrupts():
+        join_extraction(logs, nodes, job.params.get("gpus"), job.params["num_workers"])
+    print(f"node {nodes.rank} of {nodes.num}: the job has ended")
+    return 0
+
+
+def _run_detached(options: argparse.Namespace, folder: Path, nodes: Nodes) -> int:
+    """`run --detach`: the same call in a session of its own; the machine of a higher rank has no lock to wait for."""
+    arguments = ["run", str(options.params)]
+    for name in ("start", "stop", "only", "run_id", "runs_dir", "nnodes", "node_rank", "rendezvous"):
+        value = getattr(options, name)
+        if value is not None:
+            flag = {"start": "from", "stop": "to"}.get(name, name.replace("_", "-"))
+            arguments += [f"--{flag}", str(value)]
+    arguments += ["--force"] if options.force else []
+    pid = start_detached(folder, arguments, f"run.node{nodes.rank}.log" if nodes.rank else "run.log",
+                         wait=nodes.rank == 0)
+    print(f"{folder}: started as process {pid}, which goes on when this terminal closes. To look at it, and to end it:")
+    for command in (f"status {folder}", f"logs {folder} --follow", f"stop {folder}"):
+        print(f"  python -m dflash_lib {command}")
+    return 0
+
+
+def status_command(options: argparse.Namespace) -> int:
+    text, code = describe_run(find_run(options.run))
+    print(text)
+    return code
+
+
+def stop_command(options: argparse.Namespace) -> int:
+    return stop_run(find_run(options.run), sys.stdout)
+
+
+def logs_command(options: argparse.Namespace) -> int:
+    print_logs(find_run(options.run), options.lines, options.follow, sys.stdout)
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.locks import process_alive, this_process
-from dflash_lib.progress import human_seconds
+from dflash_lib.progress import human_rate, human_seconds
 
 WRITE_S = 1.0  # seconds between two versions of the file
 RECENT_S = 60.0  # a worker's rate is that of its last minute
@@ -52,6 +52,8 @@ class JobStatus:
     total, start: units of the whole job, and how many of them earlier calls had done; disk: a path on the disk that is
     being filled. A context manager: leaving it writes the last state, "finished", "failed" (with the error) or
     "stopped" (KeyboardInterrupt, SystemExit). A status that cannot be written is said once on stderr and ends no job.
+
+    error: set by a job that failed without an exception; stage: what a job without workers is at (`at`).
     """
 
     def __init__(self, path: Path | str, what: str, total: int, unit: str, start: int = 0,
@@ -62,6 +64,13 @@ class JobStatus:
         self.workers: dict[int, _Worker] = {}
         self.written = -WRITE_S
         self.complained = False
+        self.error = self.stage = ""
+        self.stage_began, self.passed = self.began, 0
+
+    def at(self, stage: str, passed: int) -> None:
+        """What a job without workers is doing now, and how many units of this call are behind it."""
+        self.stage, self.passed, self.stage_began = stage, passed, time.time()
+        self._write("running")
 
     def worker(self, rank: int, *, done: int, seconds: float, device: str = "", bytes_written: int = 0,
                shard: int | None = None, state: str = WORKING) -> None:
@@ -78,7 +87,7 @@ class JobStatus:
     @property
     def done(self) -> int:
         """Units that are done, those of earlier calls included."""
-        return self.start + sum(worker.done for worker in self.workers.values())
+        return self.start + self.passed + sum(worker.done for worker in self.workers.values())
 
     def note(self) -> str:
         """Workers, bytes written, room on the disk: "cuda:0 2,310/s, cuda:1 2,290/s (lost), 61.20 GB written"."""
@@ -86,10 +95,6 @@ class JobStatus:
 
     def _state(self, state: str, error: str) -> dict[str, Any]:
         """All that the file holds."""
-        free = None
-        if self.disk is not None:
-            stat = os.statvfs(nearest_existing(self.disk))
-            free = stat.f_bavail * stat.f_frsize
         workers = {str(rank): {
             "device": w.device, "done": w.done, "seconds": w.seconds, "rate": w.rate, "bytes_written": w.bytes_written,
             "shard": w.shard, "state": w.state, "heard": w.heard} for rank, w in sorted(self.workers.items())}
@@ -97,7 +102,9 @@ class JobStatus:
                 "began": self.began, "updated": time.time(), "total": self.total, "unit": self.unit,
                 "start": self.start, "done": self.done, "workers": workers,
                 "rate": sum(w.rate for w in self.workers.values() if w.state == WORKING),
-                "bytes_written": sum(w.bytes_written for w in self.workers.values()), "disk_free": free}
+                "bytes_written": sum(w.bytes_written for w in self.workers.values()),
+                "disk_free": None if self.disk is None else disk_free(self.disk), "stage": self.stage,
+                "stage_began": self.stage_began}
 
     def _write_now_and_then(self) -> None:
         now = time.monotonic()
@@ -120,9 +127,21 @@ class JobStatus:
         self._write("running")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: Any) -> None:
-        state = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
-        self._write(state, "" if error is None else str(error) or kind.__name__)
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        state = "failed" if self.error else "finished"
+        if error is not None:
+            state = "failed" if isinstance(error, Exception) else "stopped"
+            self.error = str(error) or type(error).__name__
+        self._write(state, self.error)
+
+
+def disk_free(path: Path | str) -> int | None:
+    """Bytes that are left where `path` is, or would be made; None when its file system does not say."""
+    try:
+        stat = os.statvfs(nearest_existing(path))
+    except OSError:  # a file server that is away
+        return None
+    return stat.f_bavail * stat.f_frsize
 
 
 def read_status(path: Path | str) -> dict[str, Any] | None:
@@ -139,6 +158,19 @@ def read_status(path: Path | str) -> dict[str, Any] | None:
     if status["state"] == "running" and process_alive(status["process"]) is False:
         status["state"] = "killed"
     return status
+
+
+def describe_work(status: dict[str, Any]) -> str:
+    """How far a job is, in one line: "61,234/1,000,000 tokens (6 %), 2,310 tokens/s, 7 min left"."""
+    done, total, unit = status["done"], status["total"], status["unit"]
+    text = f"{done:,}/{total:,} {unit}" + (f" ({100 * done // total} %)" if total else "")
+    if status["state"] != "running":
+        return text
+    if status["rate"] > 0:
+        text += f", {human_rate(status['rate'])} {unit}/s"
+        if done < total:
+            text += f", {human_seconds((total - done) / status['rate'])} left"
+    return text
 
 
 def describe_workers(status: dict[str, Any]) -> str:

@@ -151,8 +151,9 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
     machines behind the first); threads: OMP_NUM_THREADS of each process; on_progress: called in this thread with the
     fields of each `report_progress` of this machine's ranks; environment: more variables for the workers.
 
-    Any exception raised here, Ctrl-C and one from on_progress included, ends the job first. Raises LaunchError when a rank failed. The workers get this
-    repository and PYTHONPATH as their import path, not what else this process has in `sys.path`.
+    Any exception raised here, Ctrl-C and one from on_progress included, ends the job first. Raises LaunchError when a
+    rank failed. The workers get this repository and PYTHONPATH as their import path, not what else this process has in
+    `sys.path`.
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)

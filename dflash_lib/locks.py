@@ -102,7 +102,8 @@ def _read(path: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def lock_holder(folder: Path | str, name: str = LOCK_NAME) -> dict[str, Any] | None:
-    """Who holds the folder: pid, host, started (seconds since 1970), what. None when nobody does, or a dead process.
+    """Who holds the folder: pid, host, started and since (when the process began and when it took the lock, in seconds
+    since 1970), what. None when nobody does, or a dead process.
 
     A holder on another host is believed, whatever its heartbeat; `folder_lock` watches it.
     """
@@ -110,6 +111,12 @@ def lock_holder(folder: Path | str, name: str = LOCK_NAME) -> dict[str, Any] | N
     if found is None or not found[0] or _holder_alive(found[0]) is False:
         return None
     return found[0]
+
+
+def lock_beside(folder: Path | str) -> tuple[Path, str]:
+    """Folder and name of a lock beside `folder`, for one that may be moved while it is locked."""
+    folder = Path(folder)
+    return folder.parent, f".{folder.name}.lock"
 
 
 def _say(text: str) -> None:
@@ -165,8 +172,8 @@ def _remove_dead(path: Path, own: Path, mine: dict[str, Any], dead: dict[str, An
 
 
 def _names(holder: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
-    return f"process {holder['pid']} on {holder['host']} (started {since})"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.get("since", holder["started"])))
+    return f"process {holder['pid']} on {holder['host']} (since {since})"
 
 
 def _refuse(path: Path, holder: dict[str, Any]) -> None:
@@ -267,7 +274,7 @@ def folder_lock(folder: Path | str, what: str, name: str = LOCK_NAME, heartbeat_
     path = Path(folder).absolute() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     token = uuid.uuid4().hex[:12]
-    mine = {**this_process(), "what": what, "heartbeat_s": heartbeat_s, "token": token}
+    mine = {**this_process(), "what": what, "since": time.time(), "heartbeat_s": heartbeat_s, "token": token}
     mine = json.loads(json.dumps(mine))  # as it is read
     own = path.with_name(f"{name}.{socket.gethostname()}.{os.getpid()}.{token}")
     beat = _Heartbeat(path, mine, heartbeat_s)

@@ -11,7 +11,7 @@ from dflash_lib.launch import report_progress, run_worker
 def main() -> None:
     what, rank = sys.argv[1], int(os.environ["RANK"])
     report_progress(rank=rank, pid=os.getpid(), parent=os.getppid(), threads=os.environ["OMP_NUM_THREADS"],
-                    agent=os.environ.get("DFLASH_AGENT"))
+                    agent=os.environ.get("DFLASH_AGENT"), gpus=os.environ.get("DFLASH_GPUS"))
     print(f"plain output of rank {rank}")
     if what == "fail" and rank == 1:
         raise ValueError("the disk of rank one is full")

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from dflash_lib import launch
-from dflash_lib.launch import LaunchError, run_torchrun
+from dflash_lib.launch import LaunchError, Nodes, run_torchrun
 
 WORKER = "tests.launch_worker"
 ROOT = Path(__file__).parent.parent
@@ -121,3 +123,41 @@ def test_killing_the_parent_leaves_no_orphan(tmp_path, death):
     parent.wait()
     assert wait_until_gone(pids) == []
     parent.stdout.close()
+
+
+def test_nodes_are_said_in_an_environment_variable(monkeypatch):
+    monkeypatch.delenv("DFLASH_NODES", raising=False)
+    assert Nodes.from_environment() == Nodes() == Nodes(1, 0, "")
+    nodes = Nodes(4, 3, "10.0.0.1:29500")
+    monkeypatch.setenv("DFLASH_NODES", nodes.environment()["DFLASH_NODES"])
+    assert Nodes.from_environment() == nodes
+    for text in ("4 3", "four 3 host:1", "2 2 host:1", "2 0 host", "0 0 host:1"):
+        monkeypatch.setenv("DFLASH_NODES", text)
+        with pytest.raises(ValueError, match="(?i)nodes: "):
+            Nodes.from_environment()
+
+
+def test_two_agents_form_one_job(tmp_path):
+    """Each follows its own ranks; what they print goes into a log for each machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    seen = {0: [], 1: []}
+    agents = [threading.Thread(target=run_torchrun, args=[WORKER, ["work"], 1, tmp_path, 1, seen[rank].append],
+                               kwargs={"nodes": Nodes(2, rank, endpoint)}) for rank in (1, 0)]
+    for agent in agents:
+        agent.start()
+    for agent in agents:
+        agent.join(120)
+        assert not agent.is_alive()
+    assert sorted(p["rank"] for reports in seen.values() for p in reports) == [0, 1]
+    assert all(len(reports) == 1 for reports in seen.values())
+    logs = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(logs) == {"launch_worker.log", "launch_worker.node1.log"}
+    assert "node 1 of 2" in logs["launch_worker.node1.log"] and "plain output of rank" in logs["launch_worker.log"]
+
+
+def test_more_variables_for_the_workers(tmp_path):
+    seen = []
+    run_torchrun(WORKER, ["work"], 1, tmp_path, 1, seen.append, environment={"DFLASH_GPUS": "2,5"})
+    assert seen[0]["gpus"] == "2,5"

@@ -7,6 +7,7 @@ import pytest
 from dflash_lib import __main__ as command
 from dflash_lib import commands
 from dflash_lib.files import read_json
+from dflash_lib.locks import folder_lock
 from dflash_lib.workbench.pipeline import PipelineResult, Stage
 from dflash_lib.workbench.runs import REPOSITORY, open_run, write_params
 from tests.hidden_states.rows import make_prepared, make_store
@@ -86,6 +87,52 @@ def test_interruption_exits_130(monkeypatch, capsys):
     monkeypatch.setattr(commands, "run_pipeline", interrupt)
     assert call("run", "job.yaml") == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+NODES = ["--only", "04_extract", "--nnodes", "2", "--node-rank", "0", "--rendezvous", "host0:29500"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "host0:29500"], "add --only 04_extract"),
+    (["--only", "06_train", *NODES[2:]], "only the extraction spans machines"),
+    (["--only", "04_extract", "--node-rank", "1"], "--node-rank goes with --nnodes"),
+    (["--rendezvous", "host0:1"], "--rendezvous goes with --nnodes"),
+    (NODES[:4], "needs --node-rank and --rendezvous"),
+    (NODES[:6], "needs --rendezvous"),
+    ([*NODES[:5], "2", *NODES[6:]], "ranks from 0 to 1, got rank 2"),
+    ([*NODES[:7], "host0"], "HOST:PORT"),
+    ([*NODES, "--plan"], "leave out --nnodes"),
+    (["--detach", "--plan"], "leave out --detach"),
+])
+def test_machines_that_do_not_go_together_are_one_line(job, options, message, capsys):
+    assert call("run", job / "job.yaml", "--runs-dir", job / "runs", *options) == 2
+    caught = capsys.readouterr()
+    assert message in caught.err and caught.err.count("\n") == 1 and not (job / "runs").exists()
+
+
+def test_machine_0_tells_the_kernel_and_the_others_join_the_job(job, monkeypatch, capsys):
+    from dflash_lib.hidden_states import extraction
+    from dflash_lib.launch import Nodes
+
+    write_notebook(job / "notebooks", "04_extract", "num_workers: int = 3\ngpus: list[int] | None = None\n",
+                   opening("04_extract", "num_workers", "gpus"),
+                   "import os\nprint('nodes', os.environ['DFLASH_NODES'])", finishing())
+    command = ["run", job / "job.yaml", "--runs-dir", job / "runs", *NODES]
+    for _ in range(2):  # a store that is complete does not let the others wait
+        assert call(*command) == 0
+        assert "nodes 2 0 host0:29500" in capsys.readouterr().out
+    monkeypatch.delenv("DFLASH_NODES", raising=False)
+    assert call(*command[:4], "--only", "04_extract", "--force") == 0
+    assert "nodes \n" in capsys.readouterr().out, "one machine"
+    before = sorted(path for path in (job / "runs").rglob("*"))
+    seen = []
+    monkeypatch.setattr(extraction, "join_extraction", lambda *a: seen.append(a))
+    command[command.index("--node-rank") + 1] = "1"
+    write_job(job, gpus=[0, 2])
+    with folder_lock(job / "runs" / "job", "run"):  # node 0's
+        assert call(*command) == 0
+    assert seen == [(job / "runs" / "job" / "logs", Nodes(2, 1, "host0:29500"), [0, 2], 3)]
+    assert sorted(path for path in (job / "runs").rglob("*")) == before, "it leaves the run folder alone"
 
 
 def test_summary_table_of_stages_that_did_not_run(tmp_path):

@@ -29,13 +29,13 @@ class Batch:
     sample_indices: tuple[int, ...]
     aux_hidden_states: Tensor
     last_hidden_state_prenorm: Tensor | None
-    top_logits: TopLogits | None
     positions: Tensor
     anchors: Tensor
     input_ids: Tensor
     slots: Tensor
     labels: Tensor
     weights: Tensor
+    top_logits: TopLogits | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on `device`."""
@@ -143,8 +143,8 @@ class TrainingData:
             labels[row, :len(anchors)] = blocks.labels
             weights[row, :len(anchors)] = blocks.weights
         last, top = _collate_last([sample for sample, _, _ in rows], num_tokens) if self.need_last else (None, None)
-        return Batch(tuple(index for _, index in chosen), aux, last, top, torch.arange(num_tokens).expand(num_docs, -1),
-                     all_anchors, input_ids, slots, labels, weights)
+        return Batch(tuple(index for _, index in chosen), aux, last, torch.arange(num_tokens).expand(num_docs, -1),
+                     all_anchors, input_ids, slots, labels, weights, top)
 
 
 def _collate_last(samples: Sequence[StoredSample], num_tokens: int) -> tuple[Tensor | None, TopLogits | None]:

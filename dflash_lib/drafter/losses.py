@@ -26,6 +26,7 @@ def weighted_topk_kl(logits: Tensor, top: TopLogits, rows: Tensor, known: Tensor
     head, known bool [N, k]: whether it has them; weights float32 [N]. Taking tokens together never raises a KL, so this
     is a lower bound of the whole one, and equal to it for k = V. With a reduced head the target's probabilities are
     divided by what the known tokens and the rest together have: of the rest it is not stored how much the head lacks.
+    A head without any token of the rest has none; a slot of which the head has nothing counts 0.
     """
     logits, minus_inf = logits.float(), torch.full_like(top.logits, -torch.inf)
     total = logits.logsumexp(dim=-1, keepdim=True)
@@ -35,10 +36,11 @@ def weighted_topk_kl(logits: Tensor, top: TopLogits, rows: Tensor, known: Tensor
     drafter_rest = logits.masked_fill(hit, -torch.inf).logsumexp(dim=-1) - total[:, 0]
     with torch.no_grad():
         log_probs = (top.logits - top.logsumexp[:, None]).double()
-        rest = (1 - log_probs.exp().sum(dim=-1)).clamp(min=0)
-        part = torch.where(known, log_probs, minus_inf.double())
-        whole = part.exp().sum(dim=-1) + rest
-        probs, rest = (part.exp() / whole[:, None]).to(logits.dtype), (rest / whole).to(logits.dtype)
+        has_rest = known.sum(dim=-1) < logits.shape[-1]
+        rest = (1 - log_probs.exp().sum(dim=-1)).clamp(min=0) * has_rest
+        part = torch.where(known, log_probs, minus_inf.double()).exp()
+        whole = (part.sum(dim=-1) + rest).clamp(min=1e-300)  # 0: nothing that the target may say is in the head
+        probs, rest = (part / whole[:, None]).to(logits.dtype), (rest / whole).to(logits.dtype)
         entropy = torch.xlogy(probs, probs).sum(dim=-1) + torch.xlogy(rest, rest)
     # where the target has no probability the drafter's, which may be 0, does not count
     cross = (probs * torch.where(probs > 0, drafter, 0.0)).sum(dim=-1)

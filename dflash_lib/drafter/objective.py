@@ -108,8 +108,7 @@ def batch_loss(network: DFlashDrafter, ends: TargetEnds, batch: Batch, kl_weight
                 target_logits = ends.target_logits(batch.last_hidden_state_prenorm[doc, position])
             loss = loss + kl_weight * weighted_kl(logits, target_logits, weights)
         else:
-            raise ValueError(f"kl_weight {kl_weight}: a KL loss needs the target's last state, and this store holds "
-                             "none (last_state: none). Extract with last_state: supervised, or set kl_weight: 0")
+            raise ValueError("a KL loss needs the target's last state or its top logits, and this batch has neither")
     with torch.no_grad():
         hits = (logits.argmax(dim=-1) == labels) & known
         counts = torch.zeros(network.config.block_size, device=weights.device)

@@ -115,7 +115,7 @@ class Trainer:
 
     The drafter is on the target's device, its weights and its arithmetic are float32 whatever the target's dtype is.
     Raises StoreError when the store's states are not this target's, TrainingError when the folder's checkpoint was
-    trained from another store.
+    trained from another store, and when the loss needs a last state that the store lacks.
     """
 
     def __init__(self, store: HiddenStateStore, target: Target, folder: Path, options: TrainOptions):
@@ -123,6 +123,10 @@ class Trainer:
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         check_mask_token(store, options.mask_token_id)
+        if options.kl_weight > 0 and store.plan.last_state == "none":
+            raise TrainingError(f"{store.folder}: kl_weight {options.kl_weight}: a KL loss needs the target's last "
+                                "state, and this store holds none (last_state: none). Extract with last_state: "
+                                "supervised, or set kl_weight: 0")
         vocab = None
         if options.draft_vocab_size is not None:
             vocab = draft_vocabulary(store, self.split.train, options.draft_vocab_size, stop_token_ids(target),

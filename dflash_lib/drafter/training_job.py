@@ -25,14 +25,9 @@ from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.job_status import JobStatus
 from dflash_lib.launch import report_progress, run_torchrun, run_worker
-from dflash_lib.locks import folder_lock
+from dflash_lib.locks import folder_lock, lock_beside
 from dflash_lib.progress import Progress
 from dflash_lib.target.loading import load_target
-
-
-def training_lock(folder: Path) -> tuple[Path, str]:
-    """Folder and name of the lock of a training folder: beside it, because `open_job` may move it aside."""
-    return folder.parent, f".{folder.name}.lock"
 
 
 def open_job(folder: Path, job: dict[str, Any]) -> str:
@@ -72,7 +67,7 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     folder, plan = Path(folder).resolve(), ExtractionPlan.load(store)
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
            "options": asdict(options)}
-    parent, lock = training_lock(folder)
+    parent, lock = lock_beside(folder)  # `open_job` may move it aside
     with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
         if state != "finished":

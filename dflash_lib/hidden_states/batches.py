@@ -119,7 +119,7 @@ class BatchRunner:
         with torch.cuda.stream(self.stream):
             on_host = [EncodedSample({name: self._copy(values) for name, values in sample.tensors.items()})
                        for sample in encoded]
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # its waiter sleeps, and leaves the core alone
             event.record(self.stream)
         return on_host, event
 

@@ -38,7 +38,8 @@ SETTLE_S = 60.0  # a shared file system may show another machine's files that la
 class ExtractionReport:
     """What one start did: shards and tokens extracted now, bytes of those shards, seconds of the whole job and of the
     passes alone (longest worker, from its first batch), workers, batches that were split for want of memory, damaged
-    shards that were replaced and devices that were lost (with reasons), notes on the choice of GPUs."""
+    shards that were replaced and devices that were lost (with reasons), notes on the choice of GPUs. devices: those of
+    this machine that work, such as cuda:2, at least one."""
 
     num_shards: int = 0
     num_tokens: int = 0
@@ -50,6 +51,7 @@ class ExtractionReport:
     replaced: dict[int, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,7 +119,8 @@ def check_free_space(store: Path | str, plan: ExtractionPlan, shards: list[int])
 
 def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path | str, options: ExtractionOptions,
                      log_dir: Path | str, num_processes: int = 1, dtype: str = "float32", device: str = "cpu",
-                     show: bool = True, gpus: Sequence[int] | None = None, nodes: Nodes = ONE_MACHINE) -> ExtractionReport:
+                     show: bool = True, gpus: Sequence[int] | None = None,
+                     nodes: Nodes = ONE_MACHINE) -> ExtractionReport:
     """Extracts what is missing in `store` with several workers, and returns when it is complete.
 
     device: "cpu" with `num_processes` workers, or "cuda" with one on each of `gpus` (None = all that nobody else is
@@ -138,7 +141,7 @@ def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path
         remove_dead_partials(store)
         scan = scan_store(store, plan, prepared.sample_ids)
         if not scan.missing and nodes.num == 1:
-            return ExtractionReport(seconds=time.monotonic() - began, notes=workers.notes)
+            return ExtractionReport(seconds=time.monotonic() - began, notes=workers.notes, devices=workers.devices)
         check_quarantined(scan.num_quarantined, scan.quarantined, plan.num_samples)
         check_free_space(store, plan, scan.missing)
         job = ExtractionJob(
@@ -149,13 +152,13 @@ def start_extraction(store: Path | str, model: Path | str, prepared_folder: Path
         left = _left_at_the_end(store, plan, SETTLE_S if nodes.num > 1 else 0.0)
         if left:
             raise StoreError(f"{store}: the job ended, but shards {left[:5]} are missing or damaged")
+    lost = {fields["device"]: fields["error"] for fields in seen.values() if fields["state"] == "lost"}
     return ExtractionReport(
         num_shards=len(scan.missing), num_tokens=sum(plan.shard_tokens[i] for i in scan.missing),
         bytes_written=sum(fields["bytes_written"] for fields in seen.values()), seconds=time.monotonic() - began,
         extraction_seconds=max((fields["seconds"] for fields in seen.values()), default=0.0), num_workers=len(seen),
         num_splits=sum(fields["num_splits"] for fields in seen.values()), replaced=scan.damaged,
-        lost={fields["device"]: fields["error"] for fields in seen.values() if fields["state"] == "lost"},
-        notes=workers.notes)
+        lost=lost, notes=workers.notes, devices=[name for name in workers.devices if name not in lost] or ["cpu"])
 
 
 def join_extraction(log_dir: Path | str, nodes: Nodes, gpus: Sequence[int] | None = None, num_processes: int = 1,
@@ -181,9 +184,11 @@ def join_extraction(log_dir: Path | str, nodes: Nodes, gpus: Sequence[int] | Non
 
 @dataclass(frozen=True)
 class _Workers:
-    """num: workers of this machine; environment: tells them their devices; notes: what was left out, and why."""
+    """num: workers of this machine; devices: their names, each once; environment: tells them; notes: what was left out,
+    and why."""
 
     num: int
+    devices: list[str]
     environment: dict[str, str]
     notes: list[str]
 
@@ -193,7 +198,7 @@ def _choose_workers(device: str, gpus: Sequence[int] | None, num_processes: int)
     if not device.startswith("cuda"):
         if gpus is not None:
             raise StoreError(f"gpus: {list(gpus)} with device {device!r}; set device: cuda, or leave gpus out (null)")
-        return _Workers(num_processes, {GPUS: ""}, [])
+        return _Workers(num_processes, [device], {GPUS: ""}, [])
     if device != "cuda":  # one device by name
         number = device.removeprefix("cuda:")
         if gpus is not None or not number.isdecimal():
@@ -205,7 +210,8 @@ def _choose_workers(device: str, gpus: Sequence[int] | None, num_processes: int)
         raise StoreError(str(error)) from error
     # CUDA would number unlike cards by their speed; nvidia-smi, and so the list of those in use, by their slots.
     order = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
-    return _Workers(len(choice.numbers), {GPUS: ",".join(map(str, choice.numbers)), **order}, choice.notes)
+    return _Workers(len(choice.numbers), [f"cuda:{number}" for number in choice.numbers],
+                    {GPUS: ",".join(map(str, choice.numbers)), **order}, choice.notes)
 
 
 @contextmanager

@@ -121,6 +121,8 @@ class _Reporter:
         self.told, self.last, self.state = -TELL_S, {}, ""
 
     def __call__(self, **fields: Any) -> None:
+        if self.node > 0:
+            fields["device"] = f"node {self.node} {fields['device']}"
         now = time.monotonic()
         often = now - self.told < TELL_S and fields["state"] == self.state
         if self.node == 0:

@@ -339,6 +339,7 @@ class HiddenStateStore:
             ("shards", f"{len(self.shards)} of {len(plan.shards)}"),
             ("on disk", f"{human_bytes(on_disk)}, {on_disk / max(tokens, 1):.0f} bytes a token "
                         f"(raw {plan.bytes_per_token})"),
+            ("file locks", "none needed: HDF5's own are off, and nothing uses flock"),
             ("data", f"fingerprint {plan.data['fingerprint'][:12]}"), ("plan", plan.hash[:12]),
         ]
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

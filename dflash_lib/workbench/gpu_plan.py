@@ -236,7 +236,7 @@ class GpuPlan:
 def plan_gpus(num_gpus: int, work: Work, rates: Rates, limits: Limits = Limits()) -> GpuPlan:
     """Simulates A, B, C and every other split; of the others the best of each kind is kept."""
     if num_gpus < 1:
-        raise ValueError(f"gpus: at least 1 is needed, got {num_gpus}")
+        raise ValueError(f"num_gpus: at least 1 is needed, got {num_gpus}")
     outcomes = {letter: simulate(strategy, work, rates) for letter, strategy in asked_for(num_gpus).items()}
     known = [outcome.strategy for outcome in outcomes.values()]
     others = [simulate(s, work, rates) for s in strategies(num_gpus) if s not in known]

@@ -18,7 +18,6 @@ import torch
 from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.decoding.eval_prompts import read_prompts
-from dflash_lib.drafter.training import TrainOptions
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.target.capture import default_layer_ids
 from dflash_lib.target.errors import TargetError
@@ -39,6 +38,7 @@ from dflash_lib.workbench.parameters import all_declarations, read_parameters_fi
 from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
 from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
+from dflash_lib.workbench.variants import train_options
 
 DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
 TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
@@ -115,7 +115,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     rates = job_rates(params, folder)
     capture, training = job_memory(config_folder, layer_ids, params)
     store = REPOSITORY / Path(params["store_dir"]).expanduser() if params["store_dir"] else folder / "states"
-    device, workers, load = params["device"], params["num_workers"], rates.load_s / 3600
+    device, workers, load = params["device"], num_extracting(params), rates.load_s / 3600
     write, read = (rate * 1e6 / each for rate in (rates.disk_write_mb_s, rates.disk_read_mb_s))
     trained = params["steps"] * params["batch_samples"] * mean_length
     plan.facts += [
@@ -194,11 +194,7 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
     num_rows = max(1, params["token_budget"] // params["max_length"])
     capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"],
                              fast_kernels=fast_kernels_on(params["device"]))
-    options = TrainOptions(
-        block_size=params["block_size"], mask_token_id=params["mask_token_id"], num_layers=params["num_drafter_layers"],
-        intermediate_size=params["drafter_intermediate_size"], draft_vocab_size=params["draft_vocab_size"],
-        batch_samples=params["batch_samples"], anchors_per_sample=params["anchors_per_sample"],
-        slots_per_anchor=params["slots_per_anchor"], average=params["average"], kl_weight=params["kl_weight"])
+    options = train_options(params)
     return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"])
 
 
@@ -260,9 +256,17 @@ def _too_few_devices(params: dict[str, Any]) -> list[str]:
     num = torch.cuda.device_count()
     if num == 0:
         return [f"device: {params['device']}, but PyTorch sees no CUDA device (python -m dflash_lib doctor says why)"]
-    if params["num_workers"] > num:
-        return [f"num_workers: {params['num_workers']} processes, one a device, but PyTorch sees {num} CUDA devices"]
-    return []
+    absent = [number for number in params["gpus"] or [] if number >= num]
+    return [f"gpus: there is no device {absent[0]}; PyTorch sees {num}, from 0 to {num - 1}"] if absent else []
+
+
+def num_extracting(params: dict[str, Any]) -> int:
+    """Workers of 04_extract: `gpus`, or all that are here (`num_gpus` where none is), or `num_workers` on a CPU."""
+    if not params["device"].startswith("cuda"):
+        return params["num_workers"]
+    if params["device"] != "cuda":
+        return 1
+    return len(params["gpus"] or []) or torch.cuda.device_count() or params["num_gpus"]
 
 
 def _too_little_memory(plan: JobPlan, params: dict[str, Any]) -> list[str]:
@@ -276,7 +280,7 @@ def _too_little_memory(plan: JobPlan, params: dict[str, Any]) -> list[str]:
         return [str(error)]
     found = []
     for stage in plan.stages:
-        needed = stage.memory if on_gpu or stage.notebook != "04_extract" else stage.memory * params["num_workers"]
+        needed = stage.memory if on_gpu or stage.notebook != "04_extract" else stage.memory * num_extracting(params)
         if needed > free:
             found.append(f"{stage.notebook}: takes {human_bytes(needed)} of memory, {human_bytes(free)} are free on "
                          f"{params['device']}; lower token_budget (04) or batch_samples and draft_vocab_size (06)")
@@ -298,11 +302,11 @@ def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: floa
     limit = params["max_disk_tb"]
     disk = shutil.disk_usage(nearest_existing(store)).free if limit is None else limit * 1e12
     work = Work(num_tokens=num_tokens, epochs=params["epochs"], bytes_per_token=each)
-    plan = plan_gpus(params["gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
+    plan = plan_gpus(params["num_gpus"], work, rates, Limits(disk_bytes=disk, hours=params["max_hours"]))
     ours = f" C takes {plan.outcomes['C'].gpu_hours:,.3g} GPU-hours." if plan.winner != "C" else ""
     each_a = "GPUs" if params["device"].startswith("cuda") else "processes"
-    return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['gpus']} {each_a} with "
-            f"{disk / 1e12:.3g} TB of disk (parameters gpus, epochs; not this job's stages, which stand below): "
+    return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['num_gpus']} {each_a} with "
+            f"{disk / 1e12:.3g} TB of disk (parameters num_gpus, epochs; not this job's stages, which stand below): "
             f"{plan.sentence()}{ours} The workbench extracts as C does, but trains in {TRAINING_PROCESSES} process."]
 
 

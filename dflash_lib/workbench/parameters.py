@@ -30,7 +30,7 @@ BOUNDS = {
         "max_samples", "num_aux_layers", "token_budget", "samples_per_shard", "num_workers", "threads",
         "num_trial_samples", "num_statistics_samples", "num_recomputed_samples", "num_audit_samples",
         "num_drafter_layers", "drafter_intermediate_size", "draft_vocab_size", "steps", "batch_samples",
-        "anchors_per_sample", "slots_per_anchor", "validation_samples", "validation_interval", "gpus", "epochs",
+        "anchors_per_sample", "slots_per_anchor", "validation_samples", "validation_interval", "num_gpus", "epochs",
         "eval_prompts")},
     **{name: (">=", 2) for name in ("max_length", "block_size", "eval_max_new_tokens")},
     **{name: (">=", 0) for name in ("warmup_steps", "seed", "mask_token_id", "kl_weight", "average", "load_s")},
@@ -132,10 +132,16 @@ def convert(value: Any, parameter: Parameter, where: str) -> Any:
             number = math.nan  # a word where a number belongs
         if math.isfinite(number):
             return number
-    elif type(value) in kinds:
+    elif type(value) in kinds and (type(value) is not list or _is_list_of(value, names)):
         return value
     raise ParameterError(f"{where}: {parameter.name} must be {parameter.annotation}, found {value!r} "
                          f"({type(value).__name__})")
+
+
+def _is_list_of(values: list, names: list[str]) -> bool:
+    """Whether one of the annotations `names` is a list whose element type all values have (`list` alone: any)."""
+    elements = [name.removeprefix("list").strip("[]") for name in names if name.startswith("list")]
+    return any(not element or all(type(value) is TYPES.get(element) for value in values) for element in elements)
 
 
 def read_parameters_file(path: Path | str) -> dict[str, Any]:
@@ -208,6 +214,9 @@ def _check_value(name: str, value: Any, where: str) -> None:
     """Raises ParameterError for a value out of its bounds."""
     if name in NEEDED and value == "":
         raise ParameterError(f"{where}: {name} is empty; give a path")
+    if name == "gpus" and value is not None and (not value or min(value) < 0 or len(set(value)) < len(value)):
+        raise ParameterError(f"{where}: gpus must name different devices, from 0 on, or be left out (null = all that "
+                             f"nobody else is using), found {value!r}; how many the plan shares out is num_gpus")
     if name in BOUNDS and isinstance(value, int | float):
         operator, limit = BOUNDS[name]
         if not (value >= limit if operator == ">=" else value > limit):

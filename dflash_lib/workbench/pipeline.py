@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import nbformat
-
 from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
+from dflash_lib.job_status import JobStatus
+from dflash_lib.launch import ONE_MACHINE, Nodes
 from dflash_lib.locks import folder_lock
 from dflash_lib.workbench.parameters import (
     RUN_DIR,
@@ -33,6 +33,7 @@ from dflash_lib.workbench.runs import (
     INPUT_PARAMETERS,
     PIPELINE_PID,
     REPOSITORY,
+    RUN_STATUS,
     RunError,
     file_signature,
     input_path,
@@ -48,8 +49,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """run_id: None = the parameter file's name, so that a second call continues the first's run. start, stop: first and
-    last notebook to look at; only: the one notebook to look at; force: execute even what is current; runs_dir: None =
-    the job's parameter `runs_dir`, or runs/."""
+    last notebook to look at; only: the one notebook to look at; force: execute even what is current; nodes: the
+    machines that share the job, of which this is node 0; runs_dir: None = the job's own, or runs/."""
 
     params_file: Path
     run_id: str | None = None
@@ -57,6 +58,7 @@ class PipelineOptions:
     stop: str | None = None
     only: str | None = None
     force: bool = False
+    nodes: Nodes = ONE_MACHINE
     notebooks_dir: Path = REPOSITORY / "notebooks"
     runs_dir: Path | None = None
 
@@ -80,13 +82,21 @@ class PipelineResult:
     error: str = ""
 
 
-def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> PipelineResult:
-    """Runs the job and returns what happened; a failing notebook ends it and is in the result, not raised.
+@dataclass(frozen=True)
+class Job:
+    """A call that can begin: the notebooks, those of them to look at, what each declares, every parameter's value, and
+    the run folder, which may not be there yet."""
 
-    Raises ValueError (ParameterError, RunError, Locked) and FileNotFoundError, before anything is executed, for what
-    the user can put right, and KeyboardInterrupt on Ctrl-C or SIGTERM, with the kernel and its jobs stopped.
-    """
-    stream = stream or sys.stdout
+    notebooks: list[Path]
+    chosen: list[Path]
+    declarations: dict[str, dict[str, Parameter]]
+    params: dict[str, Any]
+    folder: Path
+
+
+def check_job(options: PipelineOptions) -> Job:
+    """Checks what a user may have got wrong; nothing is written. Raises ValueError (ParameterError, RunError) and
+    FileNotFoundError."""
     notebooks = notebook_paths(options.notebooks_dir)
     chosen = choose_notebooks(notebooks, options.start, options.stop, options.only)
     declarations = all_declarations(notebooks)
@@ -95,18 +105,34 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
         if params.get(name) and not input_path(name, params[name]).exists():
             raise FileNotFoundError(f"{options.params_file}: {name}: {params[name]}: no such file or folder"
                                     + (f" below {REPOSITORY}" if not Path(params[name]).is_absolute() else ""))
-    result = PipelineResult(run_folder(params, options.params_file, options.runs_dir, options.run_id))
-    result.folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(result.folder, "run"), _sigterm_interrupts():
-        _say_changed(result.folder, params, stream)
-        write_params(result.folder, params)
-        for notebook in notebooks:
-            if notebook not in chosen or result.error:
+    return Job(notebooks, chosen, declarations, params,
+               run_folder(params, options.params_file, options.runs_dir, options.run_id))
+
+
+def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> PipelineResult:
+    """Runs the job and returns what happened; a failing notebook ends it and is in the result, not raised.
+
+    Raises ValueError (ParameterError, RunError, Locked) and FileNotFoundError, before anything is executed, for what
+    the user can put right, and KeyboardInterrupt on Ctrl-C or SIGTERM, with the kernel and its jobs stopped.
+    """
+    stream = stream or sys.stdout
+    job = check_job(options)
+    result = PipelineResult(job.folder)
+    with (sigterm_interrupts(), folder_lock(job.folder, "run"), _kernel_environment(options.nodes),
+          JobStatus(job.folder / RUN_STATUS, "run", len(job.chosen), "notebooks") as status):
+        _say_changed(job.folder, job.params, stream)
+        write_params(job.folder, job.params)
+        for notebook in job.notebooks:
+            if notebook not in job.chosen or status.error:
                 result.stages.append(Stage(notebook.stem, "not run"))
                 continue
-            declared = declarations[notebook.stem]
-            stage, result.error = _run_stage(notebook, declared, params, result.folder, options.force, stream)
+            status.at(notebook.stem, job.chosen.index(notebook))
+            declared = job.declarations[notebook.stem]
+            stage, status.error = _run_stage(notebook, declared, job.params, job.folder, options.force, stream)
             result.stages.append(stage)
+        if not status.error:
+            status.at("", len(job.chosen))
+        result.error = status.error
     return result
 
 
@@ -264,11 +290,10 @@ def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: 
     out.parent.mkdir(parents=True, exist_ok=True)
     logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns of annotations that it does not understand
     try:
-        with _kernel_environment():
-            papermill.execute_notebook(
-                notebook, out, values, kernel_name="python3", language="python", cwd=REPOSITORY, progress_bar=False,
-                extra_arguments=["--IPKernelApp.log_level=50"],  # else it warns of its TCP transport on every start
-                stdout_file=_Indented(stream), stderr_file=_Indented(stream))
+        papermill.execute_notebook(
+            notebook, out, values, kernel_name="python3", language="python", cwd=REPOSITORY, progress_bar=False,
+            extra_arguments=["--IPKernelApp.log_level=50"],  # else it warns of its TCP transport on every start
+            stdout_file=_Indented(stream), stderr_file=_Indented(stream))
     except KeyboardInterrupt:
         for name in ("asyncio", "traitlets", "nbclient"):  # that the kernel ended while they waited for it is no news
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -286,6 +311,8 @@ def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: 
 
 def _keep_whole(out: Path) -> None:
     """papermill saves after every cell; a kernel that died before the first one leaves no file to look at."""
+    import nbformat  # half a second or more, which `status` need not spend
+
     if not out.is_file():
         nbformat.write(nbformat.v4.new_notebook(), out)
 
@@ -311,11 +338,12 @@ def _say(stream: TextIO, text: str) -> None:
 
 
 @contextmanager
-def _kernel_environment() -> Iterator[None]:
-    """What the kernels inherit: this package first on the path, this environment's kernel, and who started them."""
+def _kernel_environment(nodes: Nodes) -> Iterator[None]:
+    """What the kernels inherit: this package first on the path, this environment's kernel, who started them, and the
+    machines that share the job."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     values = {PIPELINE_PID: str(os.getpid()), "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": path,
-              "TQDM_DISABLE": "1"}  # other libraries' bars would fill the executed notebooks
+              **nodes.environment(), "TQDM_DISABLE": "1"}  # other libraries' bars would fill the executed notebooks
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -329,8 +357,8 @@ def _kernel_environment() -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Makes SIGTERM end the run as Ctrl-C does, kernel and all. Outside the main thread nothing is changed."""
+def sigterm_interrupts() -> Iterator[None]:
+    """Makes SIGTERM end the work as Ctrl-C does, kernel and all. Outside the main thread nothing is changed."""
 
     def interrupt(*_) -> None:
         raise KeyboardInterrupt

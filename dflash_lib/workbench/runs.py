@@ -1,7 +1,7 @@
 """A run is a folder; a notebook opens it, checks things, saves figures and finishes with its results.
 
     runs/<run_id>/  params.yaml  results/<notebook>.json  notebooks/*.ipynb (as executed)  figures/<notebook>/*.png
-                    report/  stages/ (what a stage was executed with)  and the stages' own products
+                    report/  stages/ (what a stage was executed with)  logs/  and the stages' own products
 
 A notebook works the same in JupyterLab and under the pipeline. Opened by hand its cell wins over the run's params.yaml,
 and every difference is printed and recorded in its results.
@@ -20,13 +20,14 @@ from typing import Any
 import yaml
 
 from dflash_lib.files import atomic_path, hash_value, read_json, write_json, write_text
-from dflash_lib.locks import lock_holder
+from dflash_lib.locks import LOCK_NAME, lock_holder
 from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_parameters_file, resolve_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
 # hashed by content, pipeline.py
 INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
+RUN_STATUS = "logs/run.status.json"  # of a run: which notebook the pipeline is at, and how it ended
 BOOKKEEPING = ("params.yaml", "results", "notebooks", "figures", "report", "stages", "logs")
 OPERATORS = {"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "==": lambda a, b: a == b}
 
@@ -115,6 +116,11 @@ class Run:
         self.began, self.began_ns = time.monotonic(), time.time_ns()
         self._touched: set[Path] = set()
         self._read_results: dict[str, str] = {}
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Every parameter of the run, whichever notebook declares it."""
+        return read_parameters_file(self.folder / "params.yaml")
 
     def path(self, *parts: str) -> Path:
         """A path below the run folder. The pipeline repeats this notebook when what it found there has changed."""
@@ -236,7 +242,8 @@ def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) ->
     holder = lock_holder(folder)
     if holder is not None and str(holder["pid"]) != os.environ.get(PIPELINE_PID):
         raise RunError(f"{folder}: the pipeline (process {holder['pid']} on {holder['host']}) is working on this run; "
-                       f"wait for it, or stop it: `python -m dflash_lib stop {folder}`")
+                       f"wait for it, or stop it: `python -m dflash_lib stop {folder}`; if no such process exists on "
+                       f"that host, remove {folder / LOCK_NAME}")
     wanted = read_parameters_file(folder / "params.yaml")
     parameters = to_json(parameters, "parameters")
     differences = {name: [wanted.get(name, "(not set)"), value] for name, value in parameters.items()

@@ -16,6 +16,7 @@ from dflash_lib.files import human_bytes, write_json
 from dflash_lib.hidden_states import ExtractionOptions, HiddenStateStore, open_plan, start_extraction, verify_store
 from dflash_lib.launch import LaunchError
 from dflash_lib.target.capture import default_layer_ids
+from dflash_lib.target.gpus import choose_gpus
 from dflash_lib.target.loading import load_tokenizer, read_config
 from dflash_lib.workbench.capacity import prepare_options
 from dflash_lib.workbench.doctor import GREEN, RED, Line, disk_line, model_lines
@@ -32,7 +33,6 @@ REMEDIES = {
     "PyTorch cannot use it": "set device: cpu, or run `python -m dflash_lib doctor` for what is wrong with the GPU",
     "No space left on device": "free space, or set store_dir and runs_dir to another disk",
     "ModuleNotFoundError": "install what is missing: `python -m dflash_lib doctor` compares every version",
-    "NCCL": "one device needs none: set num_workers: 1, or look at the shared memory line of the doctor",
 }
 
 
@@ -126,15 +126,20 @@ def _extract(params: dict[str, Any], trial: Trial, prepared: PreparedRows) -> st
     num_layers = read_config(model).get_text_config().num_hidden_layers
     options = ExtractionOptions(
         target_layer_ids=params["target_layer_ids"] or default_layer_ids(num_layers, params["num_aux_layers"]),
-        encoding=params["encoding"], token_budget=params["token_budget"],
-        samples_per_shard=params["samples_per_shard"], threads=params["threads"])
+        encoding=params["encoding"], last_state=params["last_state"], topk=params["topk"],
+        token_budget=params["token_budget"], samples_per_shard=params["samples_per_shard"], threads=params["threads"])
     open_plan(trial.folder / "states", model, prepared, options, params["dtype"])
     report = start_extraction(trial.folder / "states", model, trial.folder / "prepared", options, trial.folder / "logs",
-                              1, params["dtype"], params["device"], show=False)
+                              1, params["dtype"], params["device"], show=False, gpus=_one_gpu(params))
     trial.rate = report.tokens_per_second
     size = sum(path.stat().st_size for path in (trial.folder / "states").glob("shard-*.h5"))
     return (f"{report.num_tokens:,} tokens with one process on {params['device']}: {trial.rate:,.0f} tokens/s, the "
             f"first batch's slowness included; {report.seconds:.0f} s with loading; {human_bytes(size)}")
+
+
+def _one_gpu(params: dict[str, Any]) -> list[int] | None:
+    """The first GPU that the job would extract on."""
+    return choose_gpus(params["gpus"]).numbers[:1] if params["device"] == "cuda" else None
 
 
 def _verify(trial: Trial, prepared: PreparedRows) -> str:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from dflash_lib.drafter.blocks import anchor_candidates
-from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl
+from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl, weighted_topk_kl
 from dflash_lib.drafter.objective import TargetEnds, walk
+from dflash_lib.hidden_states.store import TopLogits
 
 
 def test_cross_entropy_and_kl_equal_float64_loops():
@@ -24,6 +25,50 @@ def test_cross_entropy_and_kl_equal_float64_loops():
     assert weighted_cross_entropy(logits, labels, weights).item() == pytest.approx(ce, rel=1e-5)
     assert weighted_kl(logits, target_logits, weights).item() == pytest.approx(kl, rel=1e-5)
     assert weighted_kl(logits, logits, weights).item() == pytest.approx(0, abs=1e-6)
+
+
+def top_of(target_logits: torch.Tensor, k: int) -> TopLogits:
+    largest = target_logits.topk(k, dim=-1)
+    return TopLogits(largest.indices.int(), largest.values, target_logits.logsumexp(dim=-1))
+
+
+@pytest.mark.parametrize("k", [1, 3, 10, 11])
+@pytest.mark.parametrize("head", [list(range(11)), [1, 2, 5, 8], [0]])
+def test_top_k_kl_equals_float64_loops_over_the_tokens_and_the_rest(k, head):
+    torch.manual_seed(k)
+    logits, target_logits = torch.randn(7, len(head), requires_grad=True), 3 * torch.randn(7, 11)
+    weights, ends = torch.rand(7), TargetEnds(None, None, None, torch.tensor(head))
+    top = top_of(target_logits, k)
+    loss = weighted_topk_kl(logits, top, *ends.draft_ids(top.ids.long()), weights)
+    exact = logits.detach().double().requires_grad_()
+    wanted = exact.sum() * 0
+    for row in range(7):
+        p, q = target_logits[row].double().softmax(0), exact[row].softmax(0)
+        ids = top.ids[row].tolist()
+        known = [i for i in ids if i in head]
+        rest = 1 - sum(p[i].item() for i in ids) if len(known) < len(head) and k < 11 else 0.0
+        whole = sum(p[i] for i in known) + rest
+        if whole == 0:
+            continue
+        kl = sum(p[i] / whole * (p[i] / whole / q[head.index(i)]).log() for i in known)
+        if rest:
+            others = 1 - sum((q[head.index(i)] for i in known), torch.zeros((), dtype=torch.float64))
+            kl = kl + rest / whole * (rest / whole / others).log()
+        wanted = wanted + weights[row].item() * kl
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-4, abs=1e-5)
+    loss.backward()
+    wanted.backward()
+    assert torch.allclose(logits.grad.double(), exact.grad, atol=1e-4)
+
+
+def test_top_k_kl_is_never_above_the_whole_one_and_grows_to_it():
+    torch.manual_seed(0)
+    logits, target_logits, weights = torch.randn(20, 50), 3 * torch.randn(20, 50), torch.ones(20)
+    rows = [top_of(target_logits, k) for k in (1, 2, 5, 20, 50)]
+    found = [weighted_topk_kl(logits, top, top.ids.long(), torch.ones_like(top.ids, dtype=torch.bool), weights).item()
+             for top in rows]
+    whole = weighted_kl(logits, target_logits, weights).item()
+    assert found == sorted(found) and found[-1] == pytest.approx(whole, rel=1e-5) and found[0] < 0.9 * whole
 
 
 def test_reduced_vocabulary_maps_there_and_back():

@@ -27,13 +27,13 @@ from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
 from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
-from dflash_lib.drafter.training_job import open_job, sigterm_noted, training_lock
+from dflash_lib.drafter.training_job import open_job, sigterm_noted
 from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.job_status import read_status
 from dflash_lib.launch import LaunchError
-from dflash_lib.locks import Locked, folder_lock
+from dflash_lib.locks import Locked, folder_lock, lock_beside
 from dflash_lib.target.loading import load_target
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
@@ -90,6 +90,58 @@ def test_draft_vocabulary_is_the_most_frequent_supervised_tokens(tiny_store):
     assert set(filled) == occurring | set(sorted(set(range(384)) - occurring)[:9])
     with pytest.raises(ValueError, match="draft_vocab_size 385"):
         draft_vocabulary(tiny_store, samples, 385, [2], 384)
+
+
+@pytest.fixture(scope="module")
+def forms(tiny_store, tiny_llama, tmp_path_factory):
+    """The same samples with the last state stored in other forms, and as fp8."""
+    from dflash_lib.hidden_states.encode import encode_sample
+    from dflash_lib.hidden_states.shards import ShardWriter
+    from dflash_lib.target.capture import CapturedSample
+
+    def write(name, **changes):
+        folder = tmp_path_factory.mktemp(name)
+        plan = replace(tiny_store.plan, **changes)
+        plan.save(folder)
+        for shard in range(len(plan.shards)):
+            tokens = [tiny_store.read_tokens(i) for i in plan.samples_of(shard)]
+            with ShardWriter(folder, plan, shard, [mask for _, mask in tokens]) as writer:
+                for index, (ids, mask) in zip(plan.samples_of(shard), tokens, strict=True):
+                    stored = tiny_store.read(index)
+                    captured = CapturedSample(stored.aux_hidden_states.float(),
+                                              stored.last_hidden_state_prenorm.float())
+                    writer.add(index, ids, mask, encode_sample(tiny_llama, plan, mask, captured))
+        return HiddenStateStore.open(folder)
+
+    return {"supervised": write("supervised", last_state="supervised"), "none": write("none", last_state="none"),
+            "whole": write("whole", last_state="topk", topk=384), "topk": write("topk", last_state="topk", topk=4),
+            "fp8": write("fp8", encoding="fp8", last_state="supervised")}
+
+
+def losses_of(store, target, folder, **changes):
+    trainer = Trainer(store, target, folder, replace(OPTIONS, **changes))
+    return [trainer.train_step()["loss"] for _ in range(3)]
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 200])
+def test_every_form_that_holds_what_the_loss_reads_trains_alike(tiny_store, tiny_llama, forms, tmp_path,
+                                                                draft_vocab_size):
+    settings = {"kl_weight": 0.6, "draft_vocab_size": draft_vocab_size}
+    whole = losses_of(tiny_store, tiny_llama, tmp_path / "all", **settings)
+    assert losses_of(forms["supervised"], tiny_llama, tmp_path / "supervised", **settings) == whole
+    if draft_vocab_size is None:
+        assert losses_of(forms["whole"], tiny_llama, tmp_path / "whole", **settings) == pytest.approx(whole, rel=1e-5)
+    top = losses_of(forms["topk"], tiny_llama, tmp_path / "topk", **settings)
+    assert all(0.3 * a < b < a for a, b in zip(whole, top, strict=True)), "a lower bound that is worth something"
+    assert losses_of(forms["fp8"], tiny_llama, tmp_path / "fp8", **settings) == pytest.approx(whole, rel=0.02)
+
+
+def test_cross_entropy_needs_no_last_state_and_a_kl_says_that_it_does(tiny_store, tiny_llama, forms, tmp_path):
+    plain = losses_of(tiny_store, tiny_llama, tmp_path / "all", kl_weight=0.0)
+    for name in ("none", "supervised", "topk"):
+        assert losses_of(forms[name], tiny_llama, tmp_path / name, kl_weight=0.0) == plain
+    with pytest.raises(TrainingError, match="last_state: none.*last_state: supervised, or set kl_weight: 0"):
+        Trainer(forms["none"], tiny_llama, tmp_path / "kl", replace(OPTIONS, kl_weight=0.5))
 
 
 def test_too_few_samples_are_refused(tiny_store):
@@ -198,7 +250,7 @@ def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
 
 
 def test_two_trainers_in_one_folder_are_refused(tiny_store, tiny_llama, tmp_path):
-    parent, lock = training_lock(tmp_path / "drafter")
+    parent, lock = lock_beside(tmp_path / "drafter")
     with folder_lock(parent, "training", lock), pytest.raises(Locked, match="is working on this training"):
         start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
                        device="cpu", threads=1, options=OPTIONS)

@@ -1,8 +1,8 @@
 """The extraction's worker module with planted faults, which DFLASH_TEST_FAULT names as JSON: {"kind": ..., ...}.
 
-oom: more than `most` padded tokens do not fit; nan: the states of rows with the token ids `rows` are NaN; lost: the device
-of the ranks `ranks` fails in the second batch of their second shard; load: it fails while they load; fail: the ranks
-`ranks` raise in their second shard; slow: every batch takes `seconds` longer.
+oom: more than `most` padded tokens do not fit; nan: the states of rows with the token ids `rows` are NaN; lost: the
+device of the ranks `ranks` fails in the second batch of their second shard; load: it fails while they load; fail: the
+ranks `ranks` raise in their second shard; none. With `seconds`, every batch of all other ranks takes so much longer.
 """
 
 import json
@@ -24,15 +24,16 @@ def plant(target: Target, fault: dict) -> None:
     def before(_module, args) -> None:
         rows, tokens = args[0].shape
         fault["passes"] = fault.get("passes", 0) + 1
-        here = fault.get("shards", 0) == 2 and str(os.environ.get("RANK", "0")) in map(str, fault.get("ranks", []))
+        chosen = int(os.environ.get("RANK", "0")) in fault.get("ranks", [])
+        here = chosen and fault.get("shards", 0) == 2
+        if not chosen:
+            time.sleep(fault.get("seconds", 0))  # so that the chosen ranks get to their second shard
         if fault["kind"] == "oom" and rows * tokens > fault["most"]:
             raise torch.OutOfMemoryError(f"CUDA out of memory (planted): {rows} x {tokens}")
         if fault["kind"] == "lost" and here and fault["passes"] == 2:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure (planted)")
         if fault["kind"] == "fail" and here:
             raise LookupError("a fault of the worker (planted)")
-        if fault["kind"] == "slow":
-            time.sleep(fault["seconds"])
 
     def after(_module, args, output) -> torch.Tensor:
         for i, row in enumerate(args[0].tolist()):

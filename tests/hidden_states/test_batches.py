@@ -46,8 +46,8 @@ def small(tiny_llama_folder):
 
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-        "1000 bytes")], ids=lambda error: type(error).__name__)
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 1000 bytes")], ids=lambda error: type(error).__name__)
 def test_a_split_batch_gives_the_same_samples_in_the_same_order(tmp_path, tiny_llama, prepared, small, error):
     plan = make_store(tmp_path / "whole", tiny_llama, prepared)
     target, passes = small(50, error)

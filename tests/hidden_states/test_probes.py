@@ -58,7 +58,8 @@ def slowly(name, states):
         return torch.from_numpy(states.numpy().astype(np.float16).astype(np.float64))
     largest = [float(states.abs().max())] * len(states) if name == "fp8, one scale" else [
         float(layer.abs().max()) for layer in states]
-    return torch.tensor([[e4m3(float(x) / (top / 448)) * (top / 448) for x in layer]
+    code = 448 if name == "fp8, one scale" else 240  # ours stays below what HDF5 would show as infinity
+    return torch.tensor([[e4m3(float(x) / (top / code)) * (top / code) for x in layer]
                          for layer, top in zip(states, largest, strict=True)], dtype=torch.float64)
 
 
@@ -115,7 +116,7 @@ def test_bytes_of_a_token(costs, rows, tiny_llama):
     noise = [np.random.default_rng(0).integers(0, 2**16, (400, 4, 64)).astype(np.uint16)]
     assert 500 < zstd_bytes_per_token(noise) < 540
     states = torch.cat([all_states(tiny_llama, row)[0][:, [2, 4, 5, 6]] for row in rows])
-    assert costs.zstd_bytes_per_token == pytest.approx(zstd_bytes_per_token([to_raw(states)]), rel=0.02)
+    assert costs.zstd_bytes_per_token == pytest.approx(zstd_bytes_per_token([to_raw(states.bfloat16())]), rel=0.02)
 
 
 def test_stored_states_are_found_to_be_the_targets_own_or_not(tiny_llama, tmp_path):

@@ -12,7 +12,6 @@ from dflash_lib.hidden_states.sampling import (
     state_blocks,
     state_names,
 )
-from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from tests.hidden_states.rows import make_prepared, make_store, open_random_store
 
@@ -22,10 +21,13 @@ def store(tiny_llama, tmp_path_factory):
     return open_random_store(tiny_llama, tmp_path_factory.mktemp("states"))
 
 
-def test_a_store_without_last_states_is_refused(tiny_llama, tmp_path):
-    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last_state="none")
-    with pytest.raises(StoreError, match="without the last hidden state"):
-        state_names(HiddenStateStore.open(tmp_path / "store"))
+@pytest.mark.parametrize("last_state", ["none", "supervised"])
+def test_without_every_tokens_last_state_there_are_the_tapped_layers(tiny_llama, tmp_path, last_state):
+    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last_state=last_state)
+    store = HiddenStateStore.open(tmp_path / "store")
+    assert state_names(store) == ["layer 1", "layer 3", "layer 4"]
+    for number, start, states in state_blocks(store, [4, 7]):
+        assert start == 0 and torch.equal(states, store.read([4, 7][number]).aux_hidden_states.float())
 
 
 def test_samples_are_drawn_at_random_and_with_a_seed():

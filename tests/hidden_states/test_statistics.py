@@ -43,10 +43,24 @@ def rest(whole):
     return torch.cat([states[1:] for states in whole])
 
 
-def test_a_store_without_last_states_or_tokens_is_refused(tiny_llama, tmp_path, store):
-    make_store(tmp_path / "store", tiny_llama, make_prepared(tiny_llama), last_state="none")
-    with pytest.raises(StoreError, match="without the last hidden state"):
-        collect_statistics(HiddenStateStore.open(tmp_path / "store"), [0], tiny_llama.final_norm, tiny_llama.tokenizer)
+def test_the_last_state_is_counted_where_it_is_stored(tiny_llama, tmp_path, store):
+    for last_state, samples in (("none", [0, 3]), ("supervised", [0, 3, 5])):
+        make_store(tmp_path / last_state, tiny_llama, make_prepared(tiny_llama), last_state=last_state)
+        part = HiddenStateStore.open(tmp_path / last_state)
+        found = collect_statistics(part, samples, tiny_llama.final_norm, tiny_llama.tokenizer)
+        assert found.names == ["layer 1", "layer 3", "layer 4"]
+        rows = [part.read(i) for i in samples]
+        if last_state == "none":
+            assert found.num_last_rows == found.before_norm.sum() == 0
+            continue
+        last = torch.cat([row.last_hidden_state_prenorm[row.last_rows > 0] for row in rows]).float()
+        assert found.num_last_rows == len(last) > 0
+        for values, shares in ((last, found.before_norm), (tiny_llama.final_norm(last), found.after_norm)):
+            wanted = np.histogram(values.detach().abs().numpy(), found.magnitude_bins)[0]
+            assert np.allclose(shares * values.numel(), wanted)
+
+
+def test_too_few_tokens_are_refused(tiny_llama, store):
     with pytest.raises(StoreError, match="too few"):
         collect_statistics(store, [], tiny_llama.final_norm, tiny_llama.tokenizer)
 

@@ -19,7 +19,8 @@ PLACES = ("model", "model_config", "device", "runs_dir", "store_dir", "conversat
 # stated rates, so that the plan's hours are those of a machine like this.
 SIZES = {"threads": 1, "max_samples": 24, "max_length": 96, "mask_token_id": 3, "num_workers": 2, "token_budget": 384,
          "samples_per_shard": 8, "steps": 200, "warmup_steps": 8, "validation_samples": 4, "validation_interval": 100,
-         "gpus": 2, "epochs": 9, "extract_tokens_s": 100.0, "train_tokens_s": 100.0, "load_s": 5.0, "disk_mb_s": 100.0,
+         "num_gpus": 2, "epochs": 9,
+         "extract_tokens_s": 100.0, "train_tokens_s": 100.0, "load_s": 5.0, "disk_mb_s": 100.0,
          "max_disk_tb": 0.001}
 STAGES = [path.stem for path in notebook_paths()][:6]
 

@@ -147,7 +147,7 @@ def test_bytes_per_token_by_encoding():
     assert bytes_per_token(576, 5) == 6 * 576 * 2
     assert bytes_per_token(576, 5, last_state="none") == 5 * 576 * 2
     assert bytes_per_token(576, 5, encoding="bf16+zstd") == pytest.approx(6912 / 1.4)
-    with pytest.raises(ValueError, match="encoding 'int4' is not known"):
+    with pytest.raises(ValueError, match="encoding: 'int4' is not known"):
         bytes_per_token(576, 5, encoding="int4")
     with pytest.raises(ValueError, match="dtype 'float31'"):
         target_size(DATA / "qwen3.6-27b").weight_bytes("float31")

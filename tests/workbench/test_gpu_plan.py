@@ -125,7 +125,7 @@ def test_bad_input():
         Rates(extract_tokens_s=1, train_tokens_s=0, disk_write_mb_s=1, disk_read_mb_s=1)
     with pytest.raises(ValueError, match="at least one token and one epoch"):
         work(0)
-    with pytest.raises(ValueError, match="gpus: at least 1"):
+    with pytest.raises(ValueError, match="num_gpus: at least 1"):
         plan_gpus(0, work(), EVEN)
 
 

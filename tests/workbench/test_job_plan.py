@@ -120,7 +120,10 @@ def test_a_device_and_a_folder_that_are_none(job, tmp_path):
     ({"token_budget": -1}, "token_budget must be"),
     ({"decode_tokens_s": 0.0}, "decode_tokens_s must be > 0"), ({"extract_tokens_s": 0.0}, "extract_tokens_s"),
     ({"disk_mb_s": -1.0}, "disk_mb_s must be > 0"), ({"steps": 0}, "steps"), ({"batch_samples": 0}, "batch_samples"),
-    ({"slots_per_anchor": 0}, "slots_per_anchor"), ({"gpus": 0}, "gpus"), ({"max_samples": 0}, "max_samples"),
+    ({"slots_per_anchor": 0}, "slots_per_anchor"), ({"num_gpus": 0}, "num_gpus"), ({"gpus": []}, "gpus must"),
+    ({"gpus": [0, 0]}, "gpus must name different devices"), ({"gpus": [-1]}, "gpus must"),
+    ({"gpus": 8}, "gpus must be"), ({"gpus": ["a"]}, "gpus must be list[int] | None"),
+    ({"max_samples": 0}, "max_samples"),
     ({"num_aux_layers": 99}, "num_aux_layers"), ({"target_layer_ids": [9, 1]}, "target_layer_ids"),
     ({"encoding": "int4"}, "encoding"), ({"dtype": "float31"}, "dtype"), ({"too_long": "shorten"}, "too_long"),
     ({"thinking": "yes"}, "thinking"), ({"draft_vocab_size": 385}, "draft_vocab_size 385"), ({"modle": "x"}, "modle")])

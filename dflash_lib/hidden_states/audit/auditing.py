@@ -19,6 +19,7 @@ from dflash_lib.hidden_states.audit.explain import (
 )
 from dflash_lib.hidden_states.audit.faults import SampleFault
 from dflash_lib.hidden_states.audit.history import explain_history
+from dflash_lib.hidden_states.audit.last_state import last_state_faults
 from dflash_lib.hidden_states.audit.matching import compare, stored_as, stored_rounding
 from dflash_lib.hidden_states.audit.reference import (
     EMBEDDING,
@@ -97,6 +98,7 @@ def audit_states(source: StateSource, target: Target, num_samples: int = 8, seed
         with quiet_transformers():  # that fast kernels are missing is in the load report
             problems += _recompute(audited, chosen, on_sample)
             _recognise(audited, computed_in, target)
+            problems += last_state_faults(audited, target)
             audited.remark = find_remarks(audited).text
             for sample in audited.samples:
                 _explain(audited, sample)

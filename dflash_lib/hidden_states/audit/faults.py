@@ -36,6 +36,7 @@ BAD_IDS = "token ids that cannot be"
 BAD_MASK = "loss mask that cannot be"
 WRONG_SIZE = "another model's size"
 NUM_SLOTS = "another number of slots"
+TOP_LOGITS = "top-k logits of something else"
 
 # What a trainer reads wrongly when it is there: these are about tokens or files, the others about stored states.
 ABOUT_DATA = frozenset({DUPLICATED, MISSING, BAD_IDS, BAD_MASK, UNREADABLE})

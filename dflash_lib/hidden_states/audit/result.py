@@ -239,7 +239,8 @@ def _verdict(audited: Audited, found: list[Finding], scanned: Scan, said: str) -
         names = list(dict.fromkeys(f.fault for f in found))
         return f"WRONG: {'; '.join(names)}. {said}; {looked} scanned."
     stated = "as stated" if all(claim is not None for claim in audited.claims) else "recognised"
-    return f"RIGHT: every slot is {stated}, no fault found. {said}; {looked} scanned."
+    last = ", and so is the last state where it is stored" if getattr(audited.source, "last_elsewhere", "") else ""
+    return f"RIGHT: every slot is {stated}{last}, no fault found. {said}; {looked} scanned."
 
 
 def _basis(audited: Audited) -> str:

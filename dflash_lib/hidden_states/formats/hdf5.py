@@ -9,7 +9,7 @@ import torch
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import PRE_NORM, SourceSample
 from dflash_lib.hidden_states.schema import AUX, AUX_SCALES, LAST, get_encoding
-from dflash_lib.hidden_states.store import HiddenStateStore, describe_last_state
+from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, describe_last_state
 
 
 class StoreSource(Samples):
@@ -41,6 +41,10 @@ class StoreSource(Samples):
         states = stored[AUX] if self.last is None else torch.cat([stored[AUX], stored[LAST][:, None]], dim=1)
         return SourceSample(name=self.names[i], sample_id="", input_ids=ids.astype(np.int64), loss_mask=mask,
                             states=states, scales=stored[AUX_SCALES][..., None] if self.fp8 else None)
+
+    def read_whole(self, i: int) -> StoredSample:
+        """Sample `i` with its last state, in whatever form the store has it."""
+        return self.store.read(self.indices[i])
 
     def read_tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         ids, mask = self.store.read_tokens(self.indices[i])

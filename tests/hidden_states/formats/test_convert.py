@@ -21,6 +21,7 @@ from dflash_lib.hidden_states.formats.speculators import state_file
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.locks import Locked, folder_lock
 from tests.hidden_states.formats.layouts import (
     IDS,
     export_both,
@@ -75,7 +76,8 @@ class TestRefusals:
     def test_options(self):
         for options, message in [
                 ({"to": "specforge"}, "'specforge'; states are written as store or speculators"),
-                ({"to": "store", "encoding": "fp8"}, "'fp8' is not one of a store's here: bf16, bf16.zstd"),
+                ({"to": "store", "encoding": "fp16"}, "not one of a store's here: bf16, bf16.zstd, fp8, fp8.zstd"),
+                ({"to": "store", "last_state": "topk"}, "at all tokens, at supervised ones or at none"),
                 ({"to": "speculators", "encoding": "bf16+zstd"}, "not one of a speculators's here: bf16, fp8"),
                 ({"to": "speculators", "last_state": "none"}, "layout needs every token's"),
                 ({"to": "store", "with_states": False}, "a store has no use for it")]:
@@ -113,16 +115,8 @@ class TestRefusals:
             to(store, tmp_path / "file" / "below", "speculators")
 
     def test_one_that_another_process_writes(self, store, tmp_path):
-        import fcntl
-
-        (tmp_path / "out").mkdir()
-        folder = os.open(tmp_path / "out", os.O_RDONLY)
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        try:
-            with pytest.raises(StoreError, match="another process is writing it"):
-                to(store, tmp_path / "out", "speculators")
-        finally:
-            os.close(folder)
+        with folder_lock(tmp_path / "out", "extraction"), pytest.raises(Locked, match="working on this extraction"):
+            to(store, tmp_path / "out", "speculators")
 
     def test_sources_that_are_not_whole(self, exported, tmp_path, tiny_llama_folder):
         copy = shutil.copytree(exported / "bf16", tmp_path / "copy")
@@ -156,7 +150,7 @@ class TestRefusals:
         told = {"target_layer_ids": IDS, "target": str(tiny_llama_folder)}
         with pytest.raises(StoreError, match="cannot be undone.*--last-state none"):
             to(tmp_path / "mo", tmp_path / "out", "store", **told)
-        with pytest.raises(StoreError, match="behind the norm, which cannot be undone; speculators' layout needs"):
+        with pytest.raises(StoreError, match="final norm, which cannot be undone; speculators' layout needs"):
             to(tmp_path / "mo", tmp_path / "out", "speculators", **told)
         write_specforge(tmp_path / "sf", samples)
         with pytest.raises(StoreError, match="it holds no last state; speculators' layout needs"):
@@ -283,7 +277,7 @@ class TestOtherTools:
         done = to(tmp_path / "mo", tmp_path / "store", "store", target=str(tiny_llama_folder), target_layer_ids=IDS,
                   last_state="none")
         same_samples(read_all(tmp_path / "store"), samples, last=False)
-        assert "(behind the norm) was left out" in done.notes[0]
+        assert "behind the norm, was left out" in done.notes[0]
 
     def test_unusable_samples_are_left_out_and_counted(self, samples, tmp_path, tiny_llama_folder):
         changed = list(samples)

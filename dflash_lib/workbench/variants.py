@@ -1,0 +1,106 @@
+"""The same training with one thing changed at a time, over several seeds, measured on the same held-out answers.
+
+A trial is one training job in a folder of its own, so a study that was stopped goes on with the trials that are
+missing. Its drafter is walked along the target's own greedy answers, which counts what decoding would accept.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_lib.decoding.acceptance import Interval, ratio_difference, ratio_interval
+from dflash_lib.decoding.evaluation import Answer
+from dflash_lib.decoding.training_walk import training_walk
+from dflash_lib.drafter.folder import load_drafter
+from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.training_job import start_training
+from dflash_lib.hidden_states.sampling import interval_factor
+from dflash_lib.target.loading import Target
+
+Z = 1.96
+
+
+def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
+    """The recipe that a job's parameters state, as 06_train has them; `changes` are fields of TrainOptions."""
+    names = {"num_layers": "num_drafter_layers", "intermediate_size": "drafter_intermediate_size",
+             "checkpoint_interval": "validation_interval"}
+    stated = {field.name: params[names.get(field.name, field.name)] for field in fields(TrainOptions)
+              if names.get(field.name, field.name) in params}
+    return TrainOptions(**{**stated, **changes})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """name; store: folder of the hidden states that it trains from; options: its recipe, whose seed each trial sets."""
+
+    name: str
+    store: Path
+    options: TrainOptions
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """counts: float64 [seeds, prompts, 2], tokens added and verify steps on each prompt's answer; seconds: of training,
+    each seed's."""
+
+    name: str
+    counts: np.ndarray
+    seconds: list[float]
+
+    @property
+    def by_seed(self) -> list[float]:
+        """Acceptance length of each seed's drafter."""
+        sums = self.counts.sum(axis=1)
+        return (sums[:, 0] / sums[:, 1]).tolist()
+
+    @property
+    def acceptance(self) -> Interval:
+        """Acceptance length over all seeds, with a 95 % interval over prompts."""
+        return ratio_interval(self.counts.sum(axis=0))
+
+    def ahead_of(self, other: "Outcome") -> Interval:
+        """Acceptance length minus another variant's: 95 % interval over prompts, the same ones drawn of both."""
+        return ratio_difference(self.counts.sum(axis=0), other.counts.sum(axis=0))
+
+    def ahead_by_seed(self, other: "Outcome") -> Interval:
+        """The same, with the 95 % interval over seeds (Student's t of the differences seed by seed): what chance in
+        weights, split and order does. One seed has no interval: low = high = value."""
+        differences = np.array(self.by_seed) - np.array(other.by_seed)
+        mean, num = float(differences.mean()), len(differences)
+        if num < 2:
+            return Interval(mean, mean, mean)
+        half = Z * interval_factor(num, math.inf, Z) * float(differences.std())
+        return Interval(mean, mean - half, mean + half)
+
+
+def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int], target: Target,
+               answers: Sequence[Answer], *, dtype: str = "float32", device: str = "cpu", threads: int = 1,
+               show: Callable[[str], None] = print) -> list[Outcome]:
+    """Trains every variant with every seed, as far as `folder` lacks it, and measures the last drafter of each.
+
+    answers: of the target to held-out prompts. show: gets a line a trial. Raises ValueError for names that occur twice
+    and without seeds or answers, and what `start_training` raises.
+    """
+    names = [variant.name for variant in variants]
+    if len(set(names)) != len(names) or not names or not seeds or not answers:
+        raise ValueError(f"variants {names}, seeds {list(seeds)}, {len(answers)} answers: names of their own, at least "
+                         "one seed and one answer are needed")
+    counts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for seed in seeds:  # seed by seed, so that a study that is stopped has whole rows to compare
+        for variant in variants:
+            place = folder / variant.name.replace("/", "-") / f"seed-{seed}"
+            summary = start_training(place, store=variant.store, model=target.path, dtype=dtype, device=device,
+                                     threads=threads, options=replace(variant.options, seed=seed), show=False)
+            steps = training_walk(load_drafter(place / "last"), target, answers)
+            counts[variant.name].append(np.array([[sum(s.num_new for s in prompt), len(prompt)] for prompt in steps],
+                                                 np.float64))
+            seconds[variant.name].append(summary["seconds"])
+            sums = counts[variant.name][-1].sum(axis=0)
+            show(f"{variant.name}, seed {seed}: acceptance {sums[0] / sums[1]:.3f} ({summary['seconds']:.0f} s of "
+                 "training)")
+    return [Outcome(name, np.stack(counts[name]), seconds[name]) for name in names]
