@@ -79,3 +79,17 @@ def test_one_worker_of_two_killed(server, large, launched):
     assert 0 < done < NUM_SHARDS
     assert server.run("extract", **job)["num_shards"] == NUM_SHARDS - done
     assert content(job["store"]) == content(large[1])
+
+
+def test_both_workers_cannot_write_any_more(server, large, launched):
+    """Their files may not grow past 15 kB from now on: a full disk also where no file system can be mounted."""
+    child, processes, job = launched
+    for worker in workers_of(processes):
+        worker.rlimit(psutil.RLIMIT_FSIZE, (15_000, psutil.RLIM_INFINITY))
+    kind, text = child.error()
+    assert kind == "LaunchError" and "File too large" in text and "Finished shards are kept" in text, text
+    assert "shard-00" in text and "Traceback" not in text
+    done = num_done(job["store"])
+    assert 0 < done < NUM_SHARDS and not list(job["store"].glob(".*"))
+    assert server.run("extract", **job)["num_shards"] == NUM_SHARDS - done
+    assert content(job["store"]) == content(large[1])
