@@ -29,6 +29,7 @@ AUX_SCALES = "aux_scales"
 LAST = "last_hidden_state_prenorm"
 LAST_ROWS = "last_rows"
 TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP = "topk_ids", "topk_logits", "topk_logsumexp"
+SAMPLE_HASHES = "sample_xxh3"  # attribute of an uncompressed dataset of states: XXH3 64 of each sample's raw rows
 LAST_STATES = ("all", "supervised", "topk", "none")
 FP8 = torch.float8_e4m3fn
 # The largest value of an e4m3 with infinities, which is what HDF5 can describe: the 256 to 448 that PyTorch's
