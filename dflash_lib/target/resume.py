@@ -4,14 +4,15 @@
 refused. Both are gone once `OUT` is there.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from dflash_lib.files import nearest_existing, read_json, write_json
+from dflash_lib.locks import Locked, folder_lock
 
 
 class PartialFile:
@@ -30,22 +31,22 @@ class PartialFile:
         except (FileExistsError, NotADirectoryError) as error:
             raise ValueError(f"{out}: {nearest_existing(out.parent)} is a file, so no folder can be made there") \
                 from error
-        is_begun = self.path.exists()
-        self.file = open(self.path, "ab")
-        try:  # the kernel gives the lock back, whatever ends the process
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.file.close()
-            raise ValueError(f"{self.path}: another process is writing it. Wait for it, or choose another name."
-                             ) from error
+        self.open = ExitStack()
         try:
+            self.open.enter_context(folder_lock(out.parent, "file", f".{self.path.name}.lock"))
+        except Locked as error:
+            raise ValueError(f"{self.path}: another process is writing it. Wait for it, or choose another name. {error}"
+                             ) from error
+        is_begun = self.path.exists()
+        try:
+            self.file = self.open.enter_context(open(self.path, "ab"))
             if is_begun:
                 self._check(settings, defaults or {})
             write_json(self.settings_path, settings)
         except BaseException:
             if not is_begun:
-                self.path.unlink()
-            self.file.close()
+                self.path.unlink(missing_ok=True)
+            self.open.close()
             raise
 
     def _check(self, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -65,8 +66,8 @@ class PartialFile:
     def __enter__(self) -> "PartialFile":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.file.close()
+    def __exit__(self, *raised: Any) -> None:
+        self.open.__exit__(*raised)
 
     def rows(self, kind: type) -> Iterator[tuple[int, Any]]:
         """(position, value) of each whole line, each a JSON value of `kind`. A line that a kill cut short is taken off

@@ -1,6 +1,5 @@
 """Is this machine ready? One line a question, green, amber (works, but look) or red (will not), with what to do."""
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from dflash_lib.files import human_bytes, nearest_existing
+from dflash_lib.locks import Locked, folder_lock
 from dflash_lib.target.configuration import read_config, text_tower
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.gpus import list_gpus
@@ -221,7 +221,7 @@ def disk_line(folder: Path) -> Line:
 
 
 def lock_lines(folder: Path) -> list[Line]:
-    """Whether files there can be locked, which keeps two runs apart, and whether HDF5 can lock and reopen its own."""
+    """Whether a lock there keeps a second job out, and whether HDF5 can lock and reopen its own files."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".dflash-locks-") as inside:
             return [_lock_line(folder, Path(inside)), *_hdf5_lines(Path(inside))]
@@ -230,16 +230,21 @@ def lock_lines(folder: Path) -> list[Line]:
 
 
 def _lock_line(folder: Path, inside: Path) -> Line:
+    kept_out = False
     try:
-        with open(inside / "lock", "w") as first, open(inside / "lock", "w") as second:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with folder_lock(inside, "trial"):
             try:
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return Line(GREEN, "file locks", "work on the data folder")
-            return Line(RED, "file locks", f"{folder}: a lock keeps nobody out", "put runs_dir on another file system")
+                with folder_lock(inside, "second trial"):
+                    pass
+            except Locked:
+                kept_out = True
+    except Locked:  # the second one took the first one's away
+        kept_out = False
     except OSError as error:
         return Line(RED, "file locks", f"{folder}: {error.strerror}", "put runs_dir on another file system")
+    if kept_out:
+        return Line(GREEN, "file locks", "keep a second job out of a folder")
+    return Line(RED, "file locks", f"{folder}: a lock keeps nobody out", "put runs_dir on another file system")
 
 
 def _hdf5_lines(inside: Path) -> list[Line]:

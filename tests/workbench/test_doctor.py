@@ -136,14 +136,18 @@ def test_the_data_folder(tmp_path, monkeypatch):
 
 
 def test_locks(tmp_path, monkeypatch):
-    assert [line.level for line in doctor.lock_lines(tmp_path)] == [GREEN]
-    monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: None)  # a file system that keeps nobody out
-    assert doctor.lock_lines(tmp_path)[0].level == RED
-
     def refuses(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(doctor.fcntl, "flock", refuses)
+    monkeypatch.setattr("fcntl.flock", refuses)  # HDF5 has its own
+    assert [line.level for line in doctor.lock_lines(tmp_path)] == [GREEN]
+
+    def keeps_nobody_out(source, target):
+        shutil.copy(source, target)
+
+    monkeypatch.setattr(os, "link", keeps_nobody_out)
+    assert doctor.lock_lines(tmp_path)[0].level == RED
+    monkeypatch.setattr(os, "link", refuses)
     line = doctor.lock_lines(tmp_path)[0]
     assert line.level == RED and "No locks available" in line.found
     monkeypatch.setattr("h5py.File", lambda *_: refuses())

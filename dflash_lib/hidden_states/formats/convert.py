@@ -10,13 +10,12 @@ What cannot be: a last state behind the norm does not become one before it (`dro
 not get its lost bits back: a store made from it says so in its plan.
 """
 
-import fcntl
 import io
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from dflash_lib.hidden_states.formats.source import POST_NORM, PRE_NORM
 from dflash_lib.hidden_states.formats.survey import survey
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionOptions, ExtractionPlan, make_plan
 from dflash_lib.hidden_states.schema import ENCODINGS, StoreError
+from dflash_lib.locks import LOCK_NAME, folder_lock
 from dflash_lib.progress import Progress
 from dflash_lib.target.capture import check_layer_ids
 from dflash_lib.target.loading import read_config, target_identity
@@ -258,20 +258,20 @@ def _num_layers(source: Samples, options: ConvertOptions, carried: ExtractionPla
 
 @contextmanager
 def _claimed(source: Samples, destination: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """The destination, made if need be, for this process alone. Raises StoreError when it is not this conversion's."""
+    """The destination, made if need be, for this process alone. Raises StoreError when it is not this conversion's,
+    Locked while another process works there."""
     here, there = source.path.resolve(), destination.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise StoreError(f"{destination}: source and destination lie in each other; name another folder")
     if destination.exists() and not destination.is_dir():
         raise StoreError(f"{destination}: a file; name a folder")
-    try:
-        destination.mkdir(parents=True, exist_ok=True)
-        folder = os.open(destination, os.O_RDONLY)
-    except OSError as error:
-        raise StoreError(f"{destination}: cannot be written ({error}). Name another folder.") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back, whatever ends the process
-        held = set(os.listdir(destination)) - {f".{CONVERSION_FILE}.partial"}
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder_lock(destination, "conversion"))
+        except OSError as error:
+            raise StoreError(f"{destination}: cannot be written ({error}). Name another folder.") from error
+        held = {name for name in os.listdir(destination) if not name.startswith(LOCK_NAME)}
+        held -= {f".{CONVERSION_FILE}.partial"}
         if held and CONVERSION_FILE not in held:
             raise StoreError(f"{destination}: holds something else ({min(held)}); it is left alone. Name an empty or a "
                              "new folder.")
@@ -284,8 +284,3 @@ def _claimed(source: Samples, destination: Path, settings: dict[str, Any]) -> It
                 raise StoreError(f"{destination}: begun as another conversion:\n" + "\n".join(changed)
                                  + "\nName another folder, or remove this one.")
         yield
-    except BlockingIOError as error:
-        raise StoreError(f"{destination}: another process is writing it. Wait for it, or name another folder."
-                         ) from error
-    finally:
-        os.close(folder)

@@ -21,6 +21,7 @@ from dflash_lib.hidden_states.formats.speculators import state_file
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.locks import Locked, folder_lock
 from tests.hidden_states.formats.layouts import (
     IDS,
     export_both,
@@ -114,16 +115,8 @@ class TestRefusals:
             to(store, tmp_path / "file" / "below", "speculators")
 
     def test_one_that_another_process_writes(self, store, tmp_path):
-        import fcntl
-
-        (tmp_path / "out").mkdir()
-        folder = os.open(tmp_path / "out", os.O_RDONLY)
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        try:
-            with pytest.raises(StoreError, match="another process is writing it"):
-                to(store, tmp_path / "out", "speculators")
-        finally:
-            os.close(folder)
+        with folder_lock(tmp_path / "out", "extraction"), pytest.raises(Locked, match="working on this extraction"):
+            to(store, tmp_path / "out", "speculators")
 
     def test_sources_that_are_not_whole(self, exported, tmp_path, tiny_llama_folder):
         copy = shutil.copytree(exported / "bf16", tmp_path / "copy")
