@@ -9,8 +9,9 @@ compares each chunk's.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -46,29 +47,47 @@ class _Rows:
             start += num
 
 
+class OpenFile:
+    """A file opened for reading, closed with its owner. Raises OSError."""
+
+    def __init__(self, path: Path):
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Closes it; once is enough."""
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close
+
+
 class ShardLayout:
     """What has to be known of a shard's file to read from it without HDF5; holds no file. Where states lie is looked up
     when the first are asked for: about 8 bytes for each chunk and each sample.
 
-    opened: gives the shard's file, opened by HDF5; offsets: int64 [S + 1] of the shard's samples. Raises OSError and
-    KeyError for a damaged file, now or later.
+    offsets: int64 [S + 1] of the shard's samples. For a damaged file h5py raises, now or later, whatever it does.
     """
 
-    def __init__(self, opened: Callable[[], h5py.File], datasets: Sequence[StateDataset], offsets: np.ndarray):
-        self.opened, self.datasets, self.offsets = opened, datasets, offsets
-        file = opened()
-        self.small = {name: (file[name].id.get_offset(), np.dtype(dtype)) for name, dtype in SMALL.items()}
+    def __init__(self, path: Path, datasets: Sequence[StateDataset], offsets: np.ndarray):
+        self.path, self.datasets, self.offsets = path, datasets, offsets
+        with self._opened() as file:
+            self.small = {name: (file[name].id.get_offset(), np.dtype(dtype)) for name, dtype in SMALL.items()}
+
+    def _opened(self) -> h5py.File:
+        return h5py.File(self.path, "r", locking=False)
 
     @cached_property
     def rows(self) -> dict[str, _Rows]:
         """Places of the rows of each dataset of states."""
-        file = self.opened()
-        return {stored.name: _Rows(file[stored.name], stored) for stored in self.datasets}
+        with self._opened() as file:
+            return {stored.name: _Rows(file[stored.name], stored) for stored in self.datasets}
 
     @cached_property
     def last_offsets(self) -> np.ndarray:
         """int64 [S + 1]: which rows of the last state are whose, where not every token has one."""
-        return np.searchsorted(self.opened()[LAST_ROWS][:], self.offsets)
+        with self._opened() as file:
+            return np.searchsorted(file[LAST_ROWS][:], self.offsets)
 
     def ranges(self, sample: int) -> Iterator[tuple[StateDataset, int, int]]:
         """The datasets of states, with the rows in each that belong to the shard's sample number `sample`."""

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from dflash_lib.hidden_states.schema import (
     repair,
     shard_name,
 )
-from dflash_lib.hidden_states.shard_layout import ShardLayout
+from dflash_lib.hidden_states.shard_layout import OpenFile, ShardLayout
 
 UNREADABLE = (OSError, KeyError, ValueError, RuntimeError)  # what h5py raises for a damaged file, by what is damaged
 NUM_OPEN_FILES = 32
@@ -145,7 +144,7 @@ class HiddenStateStore:
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
-        self._fds: OrderedDict[int, int] = OrderedDict()
+        self._fds: OrderedDict[int, OpenFile] = OrderedDict()
         self._layouts: OrderedDict[int, ShardLayout] = OrderedDict()
         self._checked: set[int] = set()
         self._pid = os.getpid()
@@ -238,8 +237,7 @@ class HiddenStateStore:
     def _fd(self, shard: int) -> int:
         """The file of a shard, opened by the system."""
         self._notice_fork()
-        return self._kept(self._fds, shard, NUM_OPEN_FILES, os.close, lambda path: os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC))
+        return self._kept(self._fds, shard, NUM_OPEN_FILES, OpenFile.close, OpenFile).fd
 
     def _layout(self, shard: int) -> ShardLayout:
         """The layout of a shard's file, whose small datasets were once compared with their checksums by this process.
@@ -252,7 +250,7 @@ class HiddenStateStore:
                 if wrong:
                     raise StoreError(f"{path}: {', '.join(wrong)}: not what was written. {repair(path.name)}")
                 self._checked.add(shard)
-            return ShardLayout(partial(self.file, shard), self.plan.datasets, self.shards[shard].offsets)
+            return ShardLayout(path, self.plan.datasets, self.shards[shard].offsets)
 
         return self._kept(self._layouts, shard, NUM_LAYOUTS, lambda _layout: None, look)
 
@@ -334,7 +332,7 @@ class HiddenStateStore:
         while self._files:
             self._files.popitem()[1].close()
         while self._fds:
-            os.close(self._fds.popitem()[1])
+            self._fds.popitem()[1].close()
 
     def __enter__(self) -> "HiddenStateStore":
         return self

@@ -1,6 +1,7 @@
 """A sample's rows read at their places in the file: the same bits as through HDF5, and any that changed are seen."""
 
 import os
+import weakref
 from pathlib import Path
 
 import h5py
@@ -133,3 +134,15 @@ def test_a_shard_of_many_samples_keeps_its_checksums(tiny_llama, tmp_path):
         assert len(file[AUX].attrs[SAMPLE_HASHES]) == 8500
     with HiddenStateStore.open(tmp_path / "store") as store:
         assert len(store.read(8499).input_ids) in (2, 3)
+
+
+def test_a_store_that_is_let_go_lets_go_of_its_files(tiny_llama, prepared, tmp_path):
+    """At once, not when the garbage collector comes by: another process, or a test, may open them otherwise."""
+    make_store(tmp_path / "store", tiny_llama, prepared)
+    before = len(os.listdir("/proc/self/fd"))
+    store = HiddenStateStore.open(tmp_path / "store")
+    store.read(0)
+    kept = weakref.ref(store)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del store
+    assert kept() is None and len(os.listdir("/proc/self/fd")) == before

@@ -159,11 +159,11 @@ def test_a_store_can_be_carried_into_other_processes(made):
     again = pickle.loads(pickle.dumps(store))  # what a spawned data loader does
     assert torch.equal(again.read(0).aux_hidden_states, before.aux_hidden_states)
     shard = store._locate(0)[0]
-    opened, fd = store.file(shard), store._fd(shard)
+    opened, plain = store.file(shard), store._fds[shard]
     child = os.fork()
     if child == 0:  # a forked one must not use the parent's handles
         ok = torch.equal(store.read(0).aux_hidden_states, before.aux_hidden_states)
-        os._exit(0 if ok and store.file(shard) is not opened and store._fd(shard) != fd else 1)
+        os._exit(0 if ok and store.file(shard) is not opened and store._fds[shard] is not plain else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
