@@ -9,8 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+import yaml
+
 from dflash_lib import commands
-from dflash_lib.workbench.runs import REPOSITORY
+from dflash_lib.workbench.runs import REPOSITORY, study_names
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(function=function)
     logs.add_argument("--follow", action="store_true", help="go on printing until the run has ended")
     logs.add_argument("--lines", type=_count, default=20, metavar="N", help="of each log (default: %(default)s)")
+
+    study = subparsers.add_parser("study", help="execute a notebook of notebooks/studies on a run")
+    study.add_argument("name", help=f"one of {', '.join(study_names())}")
+    study.add_argument("run", type=Path, help="run folder, such as runs/demo_hybrid; its name; or its parameter file")
+    study.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE",
+                       help="a parameter of the study, its value as YAML; repeat it for several")
+    study.set_defaults(function=commands.study_command)
 
     doctor = subparsers.add_parser("doctor", help="look at this machine: a green, amber or red line each")
     doctor.add_argument("model", nargs="?", help="folder of a target: does it fit? (only config.json is read)")
@@ -199,6 +208,17 @@ def _rank(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 0 is needed")
     return int(text)
+
+
+def _setting(text: str) -> tuple[str, object]:
+    """An argument NAME=VALUE, its value in YAML."""
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r}: NAME=VALUE is needed")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: the value is not valid YAML ({error})") from error
 
 
 def _json_object(text: str) -> dict:

@@ -127,6 +127,18 @@ def summary_table(result: PipelineResult) -> str:
     return "\n".join(lines)
 
 
+def study_command(options: argparse.Namespace) -> int:
+    from dflash_lib.report.pages import build_report
+    from dflash_lib.workbench.studies import run_study
+
+    run = find_run(options.run)
+    error = run_study(options.name, run, dict(options.set))
+    print(f"\nreport: {build_report(run)}")
+    if error:
+        print(f"\n{error}", file=sys.stderr)
+    return 1 if error else 0
+
+
 def doctor_command(options: argparse.Namespace) -> int:
     import torch
 

@@ -5,6 +5,8 @@ import sys
 import time
 from typing import TextIO
 
+SLOWEST_S = 30.0
+
 
 def watched(stream: TextIO) -> bool:
     """Whether a person watches `stream` redraw itself: a terminal, or a kernel that a Jupyter server started for an
@@ -37,7 +39,7 @@ class Progress:
 
     Where it is `watched` (or `live=True`) the line is rewritten in place; otherwise a line is printed at most every
     `interval` seconds, because a bar that redraws itself floods an executed notebook (plain tqdm under papermill wrote
-    41 outputs for 40 steps).
+    41 outputs for 40 steps); in a job of hours every SLOWEST_S seconds, because a line every few would be megabytes.
     """
 
     def __init__(self, total: int, what: str, unit: str = "it", interval: float = 5.0, live: bool | None = None,
@@ -64,7 +66,8 @@ class Progress:
         """Sets the count of finished units."""
         self.done, self.note = done, note or self.note
         now = time.monotonic()
-        if now - self.last >= (0.2 if self.live else self.interval):
+        quiet = max(self.interval, min(SLOWEST_S, (now - self.began) / 100))
+        if now - self.last >= (0.2 if self.live else quiet):
             self.last = now
             self._show()
 

@@ -1,9 +1,13 @@
-"""files: what is published can be read by whom the umask lets."""
+"""files: what is published can be read by whom the umask lets; new folders are durable."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from dflash_lib import files
 
 
 def test_published_files_have_the_mode_that_the_umask_leaves(tmp_path):
@@ -16,3 +20,15 @@ def test_published_files_have_the_mode_that_the_umask_leaves(tmp_path):
                    env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])})
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {
         "a.safetensors": "0o640", "b.json": "0o640"}
+
+
+def test_a_new_folder_is_made_durable_with_those_above_it(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "fsync_folder", synced.append)
+    files.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir() and synced == [tmp_path, tmp_path / "a"]
+    files.make_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        files.make_folder(tmp_path / "file")

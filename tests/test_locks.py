@@ -254,3 +254,16 @@ def test_a_forked_child_does_not_give_the_lock_back(tmp_path):
         os.waitpid(child, 0)
         assert (tmp_path / "other").exists()
         lock.__exit__(None, None, None)
+
+
+def test_a_lock_that_could_not_be_removed_does_not_refuse_its_own_process(tmp_path):
+    """As on a disk that had turned read-only, in a notebook's kernel that lives on and starts again."""
+    with folder_lock(tmp_path, "run"):
+        lock = (tmp_path / ".lock").read_bytes()
+        with pytest.raises(Locked, match=f"process {os.getpid()} on "), folder_lock(tmp_path, "run"):
+            pass
+    (tmp_path / ".lock").write_bytes(lock)
+    assert lock_holder(tmp_path) is None
+    with folder_lock(tmp_path, "run"):
+        assert lock_holder(tmp_path)["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dflash_lib.progress import Progress, watched
+from dflash_lib.progress import Progress, human_rate, human_seconds, watched
 
 
 def test_a_log_gets_few_whole_lines():
@@ -14,6 +14,31 @@ def test_a_log_gets_few_whole_lines():
         for _ in range(100):
             progress.update(1)
     assert stream.getvalue().startswith("extract: 100/100 tokens (100 %)") and stream.getvalue().count("\n") == 1
+
+
+def test_a_job_of_hours_gets_a_line_every_half_minute(monkeypatch):
+    clock, stream = [0.0], io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    progress = Progress(10_000, "extract", stream=stream)
+    for second in range(10_000):
+        clock[0] = second
+        progress.set(second)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) < 600 and "extract: 5/" in lines[0] and "extract: 10/" in lines[1]
+    assert int(lines[-1].split("/")[0].split()[1].replace(",", "")) - int(
+        lines[-2].split("/")[0].split()[1].replace(",", "")) == 30
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.4, "0 s"), (99, "99 s"), (4320, "1 h 12 min"), (600, "10 min"), (3599, "1 h 0 min"), (3 * 86400, "3 d 0 h"),
+    (47 * 3600, "47 h 0 min")])
+def test_seconds_as_people_say_them(seconds, text):
+    assert human_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("rate", "text"), [(18480.4, "18,480"), (231.4, "231"), (4.321, "4.32"), (0.0731, "0.0731")])
+def test_rates(rate, text):
+    assert human_rate(rate) == text
 
 
 def test_a_live_line_is_rewritten_and_covers_the_longer_one_before():

@@ -8,11 +8,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_lib.drafter.blocks import anchor_candidates, build_blocks, draw_slots, sample_anchors
 from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, TopLogits
+
+COUNTED_AT_ONCE = 1 << 20  # tokens: counting costs as much as the vocabulary is large, however few they are
+NUM_ORDERS = 3  # epochs whose order is kept: a batch may span two, and the next one may begin a third
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ def split_samples(store: HiddenStateStore, num_validation: int, seed: int) -> Sp
 
     Raises ValueError when nothing is left to train on.
     """
-    usable = [i for i in store.sample_indices
-              if len(anchor_candidates(torch.from_numpy(store.read_tokens(i)[1])))]
+    usable = sorted(i for i in store.in_file_order(store.sample_indices)
+                    if len(anchor_candidates(torch.from_numpy(store.read_tokens(i)[1]))))
     if len(usable) <= num_validation:
         raise ValueError(f"{len(usable)} samples with supervised tokens cannot be split into {num_validation} for "
                          "validation and the rest for training; lower validation_samples or extract more")
@@ -85,11 +89,22 @@ def draft_vocabulary(store: HiddenStateStore, samples: Sequence[int], size: int,
         raise ValueError(f"draft_vocab_size {size} must be between {len(always)} and the target's {vocab_size}; "
                          "null takes the full head")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for i in samples:
+    found, num_found = [], 0
+    for i in store.in_file_order(samples):
         input_ids, loss_mask = store.read_tokens(i)
-        counts += torch.bincount(torch.from_numpy(input_ids[loss_mask > 0]), minlength=vocab_size)
+        found.append(input_ids[loss_mask > 0])
+        num_found += len(found[-1])
+        if num_found >= COUNTED_AT_ONCE:
+            counts += _count(found, vocab_size)
+            found, num_found = [], 0
+    counts += _count(found, vocab_size)
     counts[list(always)] = torch.iinfo(torch.int64).max
     return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
+
+
+def _count(ids: list[np.ndarray], vocab_size: int) -> Tensor:
+    """How often each token of the vocabulary stands in `ids`, int64 [vocab_size]."""
+    return torch.bincount(torch.from_numpy(np.concatenate(ids or [np.zeros(0, np.int32)])), minlength=vocab_size)
 
 
 class TrainingData:
@@ -102,19 +117,31 @@ class TrainingData:
         self.batch_samples = min(batch_samples, len(self.samples))
         self.anchors_per_sample, self.block_size = anchors_per_sample, block_size
         self.mask_token_id, self.gamma, self.need_last = mask_token_id, gamma, need_last
+        self._permutations: dict[int, Tensor] = {}
 
     def epoch_order(self, epoch: int) -> list[int]:
         """The training samples in this epoch's order."""
-        generator = seeded_generator(self.seed, epoch)
-        return [self.samples[i] for i in torch.randperm(len(self.samples), generator=generator).tolist()]
+        return [self.samples[i] for i in self._permutation(epoch).tolist()]
+
+    def _permutation(self, epoch: int) -> Tensor:
+        """Places in `samples` in this epoch's order, int64: drawn once, since of 800,000 samples it takes 10 ms."""
+        if epoch not in self._permutations:
+            self._permutations[epoch] = torch.randperm(len(self.samples), generator=seeded_generator(self.seed, epoch))
+            if len(self._permutations) > NUM_ORDERS:
+                del self._permutations[next(iter(self._permutations))]
+        return self._permutations[epoch]
+
+    def chosen(self, index: int) -> list[tuple[int, int]]:
+        """(epoch, sample index) of each sample of batch number `index` of the endless stream of epochs; it may span two
+        epochs."""
+        first = index * self.batch_samples
+        places = [divmod(position, len(self.samples)) for position in range(first, first + self.batch_samples)]
+        return [(epoch, self.samples[int(self._permutation(epoch)[offset])]) for epoch, offset in places]
 
     def batch(self, index: int) -> Batch:
-        """Batch number `index` of the endless stream of epochs; it may span two epochs."""
-        first, chosen = index * self.batch_samples, []
-        for position in range(first, first + self.batch_samples):
-            epoch, offset = divmod(position, len(self.samples))
-            chosen.append((epoch, self.epoch_order(epoch)[offset]))
-        return self.collate(chosen)
+        """Batch number `index`, see `chosen`. What the next one needs is fetched from the disk meanwhile."""
+        self.store.read_ahead([sample_index for _, sample_index in self.chosen(index + 1)])
+        return self.collate(self.chosen(index))
 
     def collate(self, chosen: Sequence[tuple[int, int]]) -> Batch:
         """The batch of (epoch, sample index) pairs; the epoch decides the anchors."""
@@ -136,7 +163,7 @@ class TrainingData:
         slots = torch.ones(num_docs, num_anchors, self.slots_per_anchor, dtype=torch.int64)
         labels, weights = torch.zeros_like(slots), torch.zeros(slots.shape)
         for row, (sample, anchors, blocks) in enumerate(rows):
-            aux[row, :len(sample.input_ids)] = sample.aux_hidden_states.float()
+            aux[row, :len(sample.input_ids)] = sample.aux_hidden_states  # cast on the way
             all_anchors[row, :len(anchors)] = anchors
             input_ids[row, :len(anchors)] = blocks.input_ids
             slots[row, :len(anchors)] = blocks.slots

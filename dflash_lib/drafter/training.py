@@ -266,7 +266,8 @@ class Trainer:
 def check_mask_token(store: HiddenStateStore, mask_token_id: int) -> None:
     """Raises TrainingError when the mask token occurs in the store's text: the drafter could not tell a slot to fill
     from a word (convention 7: explicit, never a silent fallback)."""
-    found = sum(int((store.read_tokens(i)[0] == mask_token_id).sum()) for i in store.sample_indices)
+    found = sum(int((store.read_tokens(i)[0] == mask_token_id).sum())
+                for i in store.in_file_order(store.sample_indices))
     if found:
         raise TrainingError(f"mask_token_id {mask_token_id} stands {found} times in the text of {store.folder}; set it "
                             "to a row of the target's embedding that text does not use (248070 for Qwen3.5 and 3.6)")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 SCHEMA = 1
 CHUNK_BYTES = 2 << 20  # a chunk holds whole token rows and about this much
+ZSTD_CHUNK_BYTES = 256 << 10  # a reader of one sample decompresses whole chunks
 ZSTD_FILTER = 32015
 ZSTD_LEVEL = 1
 INFINITE = 0x7F80  # bf16 bits of infinity; a NaN is above
@@ -28,6 +29,7 @@ AUX_SCALES = "aux_scales"
 LAST = "last_hidden_state_prenorm"
 LAST_ROWS = "last_rows"
 TOPK_IDS, TOPK_LOGITS, TOPK_LOGSUMEXP = "topk_ids", "topk_logits", "topk_logsumexp"
+SAMPLE_HASHES = "sample_xxh3"  # attribute of an uncompressed dataset of states: XXH3 64 of each sample's raw rows
 LAST_STATES = ("all", "supervised", "topk", "none")
 FP8 = torch.float8_e4m3fn
 # The largest value of an e4m3 with infinities, which is what HDF5 can describe: the 256 to 448 that PyTorch's
@@ -152,13 +154,14 @@ def from_raw(raw: np.ndarray) -> Tensor:
 
 
 def create_states(group: h5py.Group, stored: StateDataset, num_rows: int) -> h5py.Dataset:
-    """Creates an empty dataset of `num_rows` rows whose chunks are whole rows, CHUNK_BYTES or somewhat less, so that
-    the last one is about full: HDF5 stores whole chunks.
+    """Creates an empty dataset of `num_rows` rows whose chunks are whole rows, CHUNK_BYTES (ZSTD_CHUNK_BYTES when
+    compressed) or somewhat less, so that the last one is about full: HDF5 stores whole chunks.
 
     Times are not tracked: HDF5 files would differ by them alone. Each chunk carries a Fletcher-32 checksum, which HDF5
     compares at every read: bits that rot between verification and training are an error, not training data.
     """
-    num_chunks = max(1, -(-num_rows // max(1, CHUNK_BYTES // stored.row_bytes)))
+    at_most = ZSTD_CHUNK_BYTES if stored.zstd else CHUNK_BYTES
+    num_chunks = max(1, -(-num_rows // max(1, at_most // stored.row_bytes)))
     chunk = (max(1, -(-num_rows // num_chunks)), *stored.row_shape)
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_chunk(chunk)

@@ -14,6 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import psutil
+import xxhash
 
 from dflash_lib.files import human_bytes, publish
 from dflash_lib.hidden_states.encode import EncodedSample, find_bad, num_last_rows
@@ -22,6 +23,7 @@ from dflash_lib.hidden_states.schema import (
     AUX,
     LAST_ROWS,
     RAW_TYPES,
+    SAMPLE_HASHES,
     SCHEMA,
     SMALL,
     StateDataset,
@@ -111,16 +113,20 @@ class _GuardedFile:
 
 
 class _StateStream:
-    """Appends rows to a dataset of states in whole chunks, so that no chunk is compressed twice, and hashes them."""
+    """Appends samples' rows to a dataset of states in whole chunks, so that no chunk is compressed twice, and hashes
+    them: all together, and each sample's, which is what a reader of a sample compares."""
 
     def __init__(self, file: h5py.File, stored: StateDataset, num_rows: int):
         self.dataset, self.dtype = create_states(file, stored, num_rows), stored.dtype
+        self.sample_hashes: list[int] | None = None if stored.zstd else []
         self.buffer = np.empty(self.dataset.chunks, RAW_TYPES[stored.dtype][1])
         self.filled = self.written = 0
         self.digest = hashlib.sha256()
 
     def append(self, raw: np.ndarray) -> None:
-        """raw: [n, ...], of `to_raw`."""
+        """raw: [n, ...], of `to_raw`: one sample's rows."""
+        if self.sample_hashes is not None:
+            self.sample_hashes.append(xxhash.xxh3_64_intdigest(np.ascontiguousarray(raw)))
         while len(raw):
             part = raw[:len(self.buffer) - self.filled]
             self.buffer[self.filled:self.filled + len(part)] = part
@@ -143,6 +149,8 @@ class _StateStream:
         if self.written < self.dataset.shape[0]:  # samples were quarantined
             self.dataset.id.set_extent((self.written, *self.dataset.shape[1:]))
         set_attribute(self.dataset, "sha256", self.digest.hexdigest())
+        if self.sample_hashes is not None:
+            self.dataset.attrs[SAMPLE_HASHES] = np.array(self.sample_hashes, np.uint64)
 
 
 class ShardWriter:

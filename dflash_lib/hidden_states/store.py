@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -35,9 +37,11 @@ from dflash_lib.hidden_states.schema import (
     repair,
     shard_name,
 )
+from dflash_lib.hidden_states.shard_layout import ShardLayout
 
 UNREADABLE = (OSError, KeyError, ValueError, RuntimeError)  # what h5py raises for a damaged file, by what is damaged
 NUM_OPEN_FILES = 32
+NUM_LAYOUTS = 2048  # of shards, kept when their files are closed: 50 kB each where a shard is 12 GB
 CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
 
 
@@ -141,7 +145,8 @@ class HiddenStateStore:
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
-        self._last_rows: dict[int, np.ndarray] = {}  # of the open files
+        self._fds: OrderedDict[int, int] = OrderedDict()
+        self._layouts: OrderedDict[int, ShardLayout] = OrderedDict()
         self._checked: set[int] = set()
         self._pid = os.getpid()
 
@@ -188,6 +193,10 @@ class HiddenStateStore:
         """Sample indices (rows of the prepared data) that the store holds, ascending."""
         return sorted(self._where)
 
+    def in_file_order(self, sample_indices: Sequence[int]) -> list[int]:
+        """The same samples in the order in which the shards hold them: who goes through many opens each file once."""
+        return sorted(sample_indices, key=self._locate)
+
     @property
     def num_samples(self) -> int:
         return len(self._where)
@@ -221,77 +230,91 @@ class HiddenStateStore:
         return self._where[sample_index]
 
     def file(self, shard: int) -> h5py.File:
-        """The opened file of a shard; the least recently used ones are closed again."""
-        if os.getpid() != self._pid:  # forked: the handles are the parent's
-            self._files, self._pid = OrderedDict(), os.getpid()
-        if shard not in self._files:
+        """The file of a shard, opened by HDF5; the least recently used ones are closed again."""
+        self._notice_fork()
+        return self._kept(self._files, shard, NUM_OPEN_FILES, h5py.File.close, lambda path: h5py.File(
+            path, "r", locking=False, rdcc_nbytes=CACHE_BYTES))
+
+    def _fd(self, shard: int) -> int:
+        """The file of a shard, opened by the system."""
+        self._notice_fork()
+        return self._kept(self._fds, shard, NUM_OPEN_FILES, os.close, lambda path: os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC))
+
+    def _layout(self, shard: int) -> ShardLayout:
+        """The layout of a shard's file, whose small datasets were once compared with their checksums by this process.
+        The states need no such look: each sample, or each chunk, has a checksum that is compared at every read."""
+        def look(path: Path) -> ShardLayout:
+            file = self.file(shard)
+            if shard not in self._checked:
+                small = [*SMALL, *(stored.name for stored in self.plan.datasets if stored.name == LAST_ROWS)]
+                wrong = [name for name in small if not has_digest(file[name], hashlib.sha256(file[name][:]))]
+                if wrong:
+                    raise StoreError(f"{path}: {', '.join(wrong)}: not what was written. {repair(path.name)}")
+                self._checked.add(shard)
+            return ShardLayout(partial(self.file, shard), self.plan.datasets, self.shards[shard].offsets)
+
+        return self._kept(self._layouts, shard, NUM_LAYOUTS, lambda _layout: None, look)
+
+    def _kept(self, kept: OrderedDict, shard: int, num: int, drop: Callable, make: Callable[[Path], Any]) -> Any:
+        """What `make` gives for a shard's file; the newest `num` are kept, others are dropped."""
+        if shard not in kept:
             path = self.folder / shard_name(shard)
             try:
-                self._files[shard] = h5py.File(path, "r", locking=False, rdcc_nbytes=CACHE_BYTES)
-            except OSError as error:
-                raise StoreError(f"{path}: cannot be opened ({error}). Start the extraction again: it "
-                                 "replaces shards that are damaged.") from error
-            if len(self._files) > NUM_OPEN_FILES:
-                oldest, file = self._files.popitem(last=False)
-                file.close()
-                self._last_rows.pop(oldest, None)
-        self._files.move_to_end(shard)
-        return self._files[shard]
+                kept[shard] = make(path)
+            except StoreError:
+                raise
+            except UNREADABLE as error:
+                raise StoreError(f"{path}: cannot be opened ({error}). {repair(path.name)}") from error
+            if len(kept) > num:
+                drop(kept.popitem(last=False)[1])
+        kept.move_to_end(shard)
+        return kept[shard]
+
+    def _notice_fork(self) -> None:
+        """Forgets the files of the process that this one was forked from."""
+        if os.getpid() != self._pid:
+            self._files, self._fds, self._pid = OrderedDict(), OrderedDict(), os.getpid()
 
     def read_tokens(self, sample_index: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids int32 [T] and loss_mask uint8 [T] of one sample, without its states."""
         shard, row = self._locate(sample_index)
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
-        with self._reading(shard):
-            file = self._checked_file(shard)
-            return file["input_ids"][start:stop], file["loss_mask"][start:stop]
-
-    @contextmanager
-    def _reading(self, shard: int) -> Iterator[None]:
-        """Says of a shard that turns out to be damaged what to do about it."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except UNREADABLE as error:
-            raise StoreError(f"{self.folder / shard_name(shard)}: cannot be read ({error}). "
-                             f"{repair(shard_name(shard))}") from error
-
-    def _checked_file(self, shard: int) -> h5py.File:
-        """`file`, whose small datasets were once compared with their checksums by this process. The states need no
-        such look: HDF5 compares each chunk's own checksum when it is read."""
-        file = self.file(shard)
-        if shard not in self._checked:
-            small = [*SMALL, *(stored.name for stored in self.plan.datasets if stored.name == LAST_ROWS)]
-            wrong = [name for name in small if not has_digest(file[name], hashlib.sha256(file[name][:]))]
-            if wrong:
-                raise StoreError(f"{self.folder / shard_name(shard)}: {', '.join(wrong)}: not what was written. "
-                                 f"{repair(shard_name(shard))}")
-            self._checked.add(shard)
-        return file
+        layout = self._layout(shard)
+        with self._named(shard, sample_index):
+            fd = self._fd(shard)
+            return layout.read_small(fd, "input_ids", start, stop), layout.read_small(fd, "loss_mask", start, stop)
 
     def read_encoded(self, sample_index: int) -> EncodedSample:
         """The states of one sample as they are stored, rows of the last state numbered within it. Raises StoreError
         when the store lacks it or its bytes cannot be read."""
         shard, row = self._locate(sample_index)
-        start, stop = self.shards[shard].offsets[row:row + 2].tolist()
-        with self._reading(shard):
-            file = self._checked_file(shard)
-            first, end = self._last_range(shard, file, start, stop)
-            tensors = {stored.name: from_raw(read_raw(file[stored.name], *((start, stop) if stored.per_token else
-                                                                          (first, end)), stored.dtype))
-                       for stored in self.plan.datasets}
+        layout = self._layout(shard)
+        with self._named(shard, sample_index):
+            tensors = {stored.name: from_raw(
+                layout.read_rows(self._fd(shard), stored, first, end, row) if layout.is_direct(stored) else
+                read_raw(self.file(shard)[stored.name], first, end, stored.dtype))
+                for stored, first, end in layout.ranges(row)}
         if LAST_ROWS in tensors:
-            tensors[LAST_ROWS] = tensors[LAST_ROWS] - start
+            tensors[LAST_ROWS] = tensors[LAST_ROWS] - int(layout.offsets[row])
         return EncodedSample(tensors)
 
-    def _last_range(self, shard: int, file: h5py.File, start: int, stop: int) -> tuple[int, int]:
-        """Which of a shard's rows of the last state belong to its tokens start:stop."""
-        if not any(stored.name == LAST_ROWS for stored in self.plan.datasets):
-            return start, stop
-        if shard not in self._last_rows:
-            self._last_rows[shard] = file[LAST_ROWS][:]
-        return tuple(np.searchsorted(self._last_rows[shard], [start, stop]).tolist())
+    @contextmanager
+    def _named(self, shard: int, sample_index: int) -> Iterator[None]:
+        """Whatever goes wrong inside names the file and the sample, and says what to do."""
+        try:
+            yield
+        except UNREADABLE as error:  # StoreError is a ValueError
+            raise StoreError(f"{self.folder / shard_name(shard)}: sample {sample_index} cannot be read ({error}). "
+                             f"{repair(shard_name(shard))}") from error
+
+    def read_ahead(self, sample_indices: Sequence[int]) -> None:
+        """Has the system fetch these samples from the disk meanwhile; their `read` then does not wait for it. A hint:
+        what is wrong with them, `read` will say."""
+        for index in sample_indices:
+            shard, row = self._locate(index)
+            with suppress(*UNREADABLE):
+                self._layout(shard).read_ahead(self._fd(shard), row)
 
     def read(self, sample_index: int) -> StoredSample:
         """One whole sample, decoded. Raises StoreError when the store lacks it or its bytes cannot be read."""
@@ -306,9 +329,11 @@ class HiddenStateStore:
 
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""
-        self._last_rows.clear()
+        self._notice_fork()
         while self._files:
             self._files.popitem()[1].close()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
 
     def __enter__(self) -> "HiddenStateStore":
         return self
@@ -317,7 +342,7 @@ class HiddenStateStore:
         self.close()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_files": OrderedDict(), "_last_rows": {}}  # a spawned worker opens its own
+        return {**self.__dict__, "_files": OrderedDict(), "_fds": OrderedDict()}  # a spawned worker opens its own
 
     def describe(self) -> str:
         """What the store holds, as a few lines of text."""

@@ -17,7 +17,7 @@ from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 from pygments.formatters import HtmlFormatter
 
 from dflash_lib.workbench.parameters import read_parameters_file
-from dflash_lib.workbench.runs import RunError, load_record, show
+from dflash_lib.workbench.runs import RunError, load_record, show, study_names
 
 CSS = Path(__file__).with_name("page.css")
 SIGNS = {"<=": "&le;", ">=": "&ge;", "==": "="}
@@ -31,7 +31,8 @@ def build_report(run: Path | str) -> Path:
     run = Path(run)
     if not (run / "params.yaml").is_file():
         raise RunError(f"{run}: no params.yaml, so this is not a run folder")
-    names = sorted({path.stem for folder in ("notebooks", "results") for path in (run / folder).glob("[0-9]*_*.*")})
+    found = {path.stem for folder in ("notebooks", "results") for path in (run / folder).glob("*.*")}
+    names = sorted(name for name in found if name[0].isdigit() or name in study_names())
     if not names:
         raise RunError(f"{run}: nothing has been executed in this run yet")
     report, partial = run / "report", run / ".report.partial"

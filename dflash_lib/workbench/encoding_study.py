@@ -20,8 +20,8 @@ from dflash_lib.drafter.dataset import seeded_generator
 from dflash_lib.hidden_states.encode import encode_sample
 from dflash_lib.hidden_states.extraction import plan_extraction
 from dflash_lib.hidden_states.parity import relative_errors
-from dflash_lib.hidden_states.plan import ExtractionOptions, ExtractionPlan
-from dflash_lib.hidden_states.schema import ENCODINGS, LAST_STATES, shard_name
+from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionOptions, ExtractionPlan, describe_differences
+from dflash_lib.hidden_states.schema import ENCODINGS, LAST_STATES, StoreError, shard_name
 from dflash_lib.hidden_states.shards import ShardWriter
 from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, missing_shards
 from dflash_lib.progress import Progress
@@ -138,8 +138,14 @@ def write_forms(target: Target, prepared: PreparedRows, forms: Sequence[Form], o
     stores = [folder / form.name.replace(", ", "-").replace(" ", "-") for form in forms]
     todo: set[int] = set()
     for store, plan in zip(stores, plans, strict=True):
+        if (store / PLAN_FILE).exists():
+            found = ExtractionPlan.load(store).differences(plan)
+            if found:
+                raise StoreError(f"{store}: begun with other settings:\n"
+                                 f"{describe_differences(found, 'the store has', 'asked for')}\nRemove {folder}, or "
+                                 "choose another study_dir.")
         store.mkdir(parents=True, exist_ok=True)
-        plan.save(store)  # another plan's shards count as missing
+        plan.save(store)
         todo.update(missing_shards(store, plan)[0])
     total = sum(plans[0].shard_tokens)
     with Progress(total, "forms", "tokens", start=total - sum(plans[0].shard_tokens[i] for i in todo)) as progress:

@@ -118,7 +118,7 @@ def run_pipeline(options: PipelineOptions, stream: TextIO | None = None) -> Pipe
     stream = stream or sys.stdout
     job = check_job(options)
     result = PipelineResult(job.folder)
-    with (sigterm_interrupts(), folder_lock(job.folder, "run"), _kernel_environment(options.nodes),
+    with (sigterm_interrupts(), folder_lock(job.folder, "run"), kernel_environment(options.nodes),
           JobStatus(job.folder / RUN_STATUS, "run", len(job.chosen), "notebooks") as status):
         _say_changed(job.folder, job.params, stream)
         write_params(job.folder, job.params)
@@ -338,7 +338,7 @@ def _say(stream: TextIO, text: str) -> None:
 
 
 @contextmanager
-def _kernel_environment(nodes: Nodes) -> Iterator[None]:
+def kernel_environment(nodes: Nodes) -> Iterator[None]:
     """What the kernels inherit: this package first on the path, this environment's kernel, who started them, and the
     machines that share the job."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -24,6 +24,7 @@ from dflash_lib.locks import LOCK_NAME, lock_holder
 from dflash_lib.workbench.parameters import RUN_DIR, all_declarations, read_parameters_file, resolve_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+STUDIES = REPOSITORY / "notebooks" / "studies"
 PIPELINE_PID = "DFLASH_PIPELINE_PID"  # set in the kernels that the pipeline starts
 # hashed by content, pipeline.py
 INPUT_PARAMETERS = ("model", "model_config", "conversations", "heldout_prompts", "vllm_reference")
@@ -246,8 +247,9 @@ def open_run(*, __notebook_name__: str, run_dir: str = "", **parameters: Any) ->
                        f"that host, remove {folder / LOCK_NAME}")
     wanted = read_parameters_file(folder / "params.yaml")
     parameters = to_json(parameters, "parameters")
+    of_pipeline = __notebook_name__[:1].isdigit()  # a study's own parameters are no job's
     differences = {name: [wanted.get(name, "(not set)"), value] for name, value in parameters.items()
-                   if name not in wanted or wanted[name] != value}
+                   if (name in wanted or of_pipeline) and wanted.get(name, ...) != value}
     _show_whole_texts()
     print(f"run folder: {folder}")
     for name, (theirs, ours) in differences.items():
@@ -260,6 +262,11 @@ def _show_whole_texts() -> None:
     import pandas as pd
 
     pd.set_option("display.max_colwidth", None)
+
+
+def study_names() -> list[str]:
+    """The notebooks beside the pipeline, in notebooks/studies."""
+    return sorted(path.stem for path in STUDIES.glob("*.ipynb"))
 
 
 def notebook_paths(folder: Path | str = REPOSITORY / "notebooks") -> list[Path]:

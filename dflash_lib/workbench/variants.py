@@ -1,7 +1,7 @@
 """The same training with one thing changed at a time, over several seeds, measured on the same held-out answers.
 
-A trial is one training job in a folder of its own, so a study that was stopped goes on with the trials that are
-missing. Its drafter is walked along the target's own greedy answers, which counts what decoding would accept.
+Each training is a job in a folder of its own, so a study that was stopped goes on with those that are missing. Its
+drafter is walked along the target's own greedy answers, which counts what decoding would accept.
 """
 
 import math
@@ -18,10 +18,9 @@ from dflash_lib.decoding.training_walk import training_walk
 from dflash_lib.drafter.folder import load_drafter
 from dflash_lib.drafter.training import TrainOptions
 from dflash_lib.drafter.training_job import start_training
-from dflash_lib.hidden_states.sampling import interval_factor
 from dflash_lib.target.loading import Target
 
-Z = 1.96
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
 
 
 def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
@@ -35,7 +34,7 @@ def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
 
 @dataclass(frozen=True)
 class Variant:
-    """name; store: folder of the hidden states that it trains from; options: its recipe, whose seed each trial sets."""
+    """name; store: folder of the hidden states to train from; options: the recipe, whose seed each training sets."""
 
     name: str
     store: Path
@@ -73,7 +72,7 @@ class Outcome:
         mean, num = float(differences.mean()), len(differences)
         if num < 2:
             return Interval(mean, mean, mean)
-        half = Z * interval_factor(num, math.inf, Z) * float(differences.std())
+        half = STUDENT_T.get(num, STUDENT_T[8]) * float(differences.std(ddof=1)) / math.sqrt(num)
         return Interval(mean, mean - half, mean + half)
 
 
@@ -82,8 +81,8 @@ def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int]
                show: Callable[[str], None] = print) -> list[Outcome]:
     """Trains every variant with every seed, as far as `folder` lacks it, and measures the last drafter of each.
 
-    answers: of the target to held-out prompts. show: gets a line a trial. Raises ValueError for names that occur twice
-    and without seeds or answers, and what `start_training` raises.
+    answers: of the target to held-out prompts. show: gets a line a training. Raises ValueError for names that occur
+    twice and without seeds or answers, and what `start_training` raises.
     """
     names = [variant.name for variant in variants]
     if len(set(names)) != len(names) or not names or not seeds or not answers:

@@ -158,11 +158,12 @@ def test_a_store_can_be_carried_into_other_processes(made):
     before = store.read(0)
     again = pickle.loads(pickle.dumps(store))  # what a spawned data loader does
     assert torch.equal(again.read(0).aux_hidden_states, before.aux_hidden_states)
+    shard = store._locate(0)[0]
+    opened, fd = store.file(shard), store._fd(shard)
     child = os.fork()
     if child == 0:  # a forked one must not use the parent's handles
-        opened = store._files[store._locate(0)[0]]
         ok = torch.equal(store.read(0).aux_hidden_states, before.aux_hidden_states)
-        os._exit(0 if ok and store._files[store._locate(0)[0]] is not opened else 1)
+        os._exit(0 if ok and store.file(shard) is not opened and store._fd(shard) != fd else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -172,7 +173,7 @@ def test_few_files_stay_open(tiny_llama, tmp_path, monkeypatch):
     store = HiddenStateStore.open(tmp_path / "store")
     for index in [*range(12), *range(12)]:
         assert len(store.read(index).input_ids) == store.length(index)
-        assert len(store._files) <= 2
+        assert len(store._files) <= 2 and len(store._fds) <= 2
 
 
 class TestShardWriter:

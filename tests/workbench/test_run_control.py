@@ -23,6 +23,7 @@ from dflash_lib.workbench import run_control
 from dflash_lib.workbench.run_control import print_logs, stop_run
 from dflash_lib.workbench.run_state import describe_run, find_run
 from dflash_lib.workbench.runs import REPOSITORY, RUN_STATUS, RunError, write_params
+from tests.hidden_states.rows import make_prepared, make_store
 from tests.notebooks.conftest import make_job
 
 WAIT_S = 600  # only a hang reaches it
@@ -228,6 +229,45 @@ def test_the_job_of_a_notebook_that_is_executed_by_hand(by_hand, folder, tmp_pat
     assert process.stdout.readline() == "as Ctrl-C\n"
     assert "extraction: stopped at 4/10 tokens (40 %)" in out.getvalue()
     assert "execute the notebook's cell again" in out.getvalue()
+
+
+@pytest.mark.slow
+def test_a_cell_of_a_jupyter_kernel_is_interrupted_its_kernel_stays_and_goes_on(folder, tiny_llama, tmp_path):
+    """As JupyterLab does it: a kernel of its own, which holds the lock of the store while the cell extracts."""
+    from jupyter_client.manager import start_new_kernel
+
+    prepared = make_prepared(tiny_llama, num_samples=30)
+    prepared.save(tmp_path / "prepared")
+    cell = f"""
+import os
+from dflash_lib.hidden_states import extraction
+from tests.hidden_states.rows import make_options
+extraction.WORKER = "tests.hidden_states.faulty_worker"
+os.environ["DFLASH_TEST_FAULT"] = '{{"kind": "none", "seconds": ' + seconds + '}}'
+extraction.start_extraction({str(folder / "states")!r}, {str(tiny_llama.path)!r}, {str(tmp_path / "prepared")!r},
+                            make_options(samples_per_shard=2), {str(folder / "logs")!r})
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+    manager, client = start_new_kernel(kernel_name="python3", env=environment, cwd=str(REPOSITORY))
+    try:
+        cell_id = client.execute(f"seconds = '1.0'\n{cell}")
+        wait_for(lambda: any((folder / "states").glob("shard-*.h5")))
+        code, text = command("stop", folder)
+        assert code == 0 and "extraction: stopped at" in text and "execute the notebook's cell again" in text, text
+        reply = {"parent_header": {}}
+        while reply["parent_header"].get("msg_id") != cell_id:
+            reply = client.get_shell_msg(timeout=WAIT_S)
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert not (folder / "states" / LOCK_NAME).exists()
+        reply = client.execute(f"seconds = '0'\n{cell}", reply=True, timeout=WAIT_S)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        code, text = command("status", folder)
+        assert code == 0 and "finished: extraction" in text, text
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    make_store(tmp_path / "alone", tiny_llama, prepared, samples_per_shard=2)
+    assert hash_tree(folder / "states", "*.h5") == hash_tree(tmp_path / "alone", "*.h5")
 
 
 def test_a_store_that_another_run_writes_into_is_left_alone(by_hand, folder, tmp_path):

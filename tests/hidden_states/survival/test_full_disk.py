@@ -70,7 +70,11 @@ def test_a_disk_that_is_full_when_the_plan_is_written(server, medium, job, disk)
 
 
 @pytest.mark.slow
-def test_a_disk_that_two_workers_fill(server, medium, job, disk):
+@pytest.mark.parametrize("logs", ["elsewhere", "on the same disk"])
+def test_a_disk_that_two_workers_fill(server, medium, job, disk, logs):
+    """Where the logs are on the same disk, as they are in a run's folder, nothing can be logged either."""
+    if logs == "on the same disk":
+        job["log_dir"] = disk / "logs"
     found = server.run("on_small_disk", disk=disk, num_bytes=int(0.6 * size_of(medium[2])), check_room=False,
                        launched=True, num_processes=2, **job)
     check_words(found["kind"], found["error"], "No space left on device")

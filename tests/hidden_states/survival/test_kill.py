@@ -7,16 +7,21 @@ import time
 
 import pytest
 
+from dflash_lib.hidden_states.job import JOB_FILE
 from tests.hidden_states.survival.folders import content, num_done, state
 
 NUM_SHARDS = 12  # of the medium store
 PLAN, SHARD, PARTIAL = "plan.json", "shard-*.h5", ".shard-*.partial"
 EXACT = [  # where the child stops itself, to be killed from outside there; finished shards at that moment
+    ("before the store is locked", {"op": "link", "name": ".lock"}, 0),
+    ("the lock is placed", {"op": "link", "name": ".lock", "when": "after"}, 0),
     ("before the plan is begun", {"op": "create", "name": ".plan.json*"}, 0),
     ("the plan's file is empty", {"op": "create", "name": ".plan.json*", "when": "after"}, 0),
     ("the plan is written, not synced", {"op": "fsync", "name": ".plan.json*"}, 0),
     ("before the plan's rename", {"op": "replace", "name": PLAN}, 0),
     ("between the plan's rename and the folder's fsync", {"op": "replace", "name": PLAN, "when": "after"}, 0),
+    ("before the job file's rename", {"op": "replace", "name": JOB_FILE}, 0),
+    ("behind the job file's rename", {"op": "replace", "name": JOB_FILE, "when": "after"}, 0),
     ("a shard's file is empty", {"op": "create", "name": PARTIAL, "when": "after", "nth": 2}, 1),
     ("within the first shard's writes", {"op": "write", "name": PARTIAL, "nth": 5}, 0),
     ("within a later shard's writes", {"op": "write", "name": PARTIAL, "nth": 100}, None),
@@ -24,6 +29,7 @@ EXACT = [  # where the child stops itself, to be killed from outside there; fini
     ("between a shard's fsync and its rename", {"op": "replace", "name": SHARD, "nth": 6}, 5),
     ("between a shard's rename and the folder's fsync", {"op": "replace", "name": SHARD, "when": "after", "nth": 8}, 8),
     ("before the last shard's rename", {"op": "replace", "name": SHARD, "nth": NUM_SHARDS}, NUM_SHARDS - 1),
+    ("before the lock is given back", {"op": "unlink", "name": ".lock"}, NUM_SHARDS),
 ]
 NUM_RANDOM = 8
 
@@ -63,9 +69,10 @@ def resume_and_compare(start, store, truth, done: int) -> None:
 def test_killed_at_an_exact_moment(job, medium, tmp_path, stop, done):
     child = job(stop=stop)
     assert child.wait() is None, f"the moment never came: {child.answer()}"
-    assert child.kill() == -signal.SIGKILL and child.answer() == {}
+    assert child.kill() == -signal.SIGKILL
     found = num_done(tmp_path / "store")
     assert found == done if done is not None else 0 < found < NUM_SHARDS
+    assert child.answer() == {}, "the job had ended"
     resume_and_compare(job, tmp_path / "store", medium[2], found)
 
 

@@ -107,8 +107,9 @@ def test_each_protection_is_needed(record, server, small, tmp_path, mutation, lo
     """Taken out of the code, the checks above fail: so they would see it."""
     root, events, _ = record(mutation)
     assert bool(lost_after_the_end(root, events, small[2])) == loses
-    faults = not_survived(server, small, tmp_path, root, events, sample_of(events, NUM_CUTS))
+    faults = not_survived(server, small, tmp_path, root, events, sample_of(events, NUM_CUTS // 2))
     assert bool(faults) == cannot_resume, faults
+    assert all(": other bytes" in fault or ": StoreError: " in fault for fault in faults), faults
 
 
 def test_the_model_of_the_disk_loses_what_was_not_synced():

@@ -1,0 +1,187 @@
+"""Reading states back: the store's reader against speculators' ArrowDataset, from the same states, in turns.
+
+Both give a sample with all that a training batch needs: token ids, loss mask, aux states and the last state. The two
+are measured in one process, which has the real speculators 0.9.0 on its path (tests/speculators_package.py). "cold":
+ahead of each turn the files of both are dropped from the page cache with posix_fadvise(DONTNEED), which needs no rights
+and leaves other programs' files alone; how much then really came from the disk is counted. A cold read of the store is
+told what comes next, as training tells it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+if str(REPOSITORY) not in sys.path:
+    sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.common import in_turns, json_lines, make_random_plan, ratio, table, write_random_store  # noqa: E402
+from dflash_lib.conversations.prepare import PreparedRows  # noqa: E402
+from dflash_lib.hidden_states.plan import ExtractionOptions  # noqa: E402
+from dflash_lib.hidden_states.store import HiddenStateStore  # noqa: E402
+
+WANTED = 3.0
+AHEAD = 8  # samples that a reader is told of before it asks for them
+
+
+def drop_from_cache(folders: list[Path]) -> None:
+    """Drops the files below `folders` from the page cache, once they are on the disk."""
+    os.sync()
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+def bytes_from_disk() -> int:
+    """What this process has had read from a disk so far."""
+    text = Path("/proc/self/io").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("read_bytes")).split()[1])
+
+
+def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, compare: bool) -> None:
+    """Measures, in this process, and prints a line of JSON a measurement."""
+    import torch
+
+    from dflash_lib.drafter.dataset import TrainingData
+
+    torch.set_num_threads(1)
+    store = HiddenStateStore.open(store_folder)
+    indices = store.sample_indices
+    shuffled = np.random.default_rng(0).permutation(indices)[:num_reads].tolist()
+    stored = [i for shard in store.shards for i in store.plan.samples_of(shard)]
+    folders = [store_folder, exported]
+
+    def ours(order):
+        def read() -> None:
+            for number, index in enumerate(order):
+                if number % AHEAD == 0:
+                    store.read_ahead(order[number + AHEAD:number + 2 * AHEAD])
+                store.read(index)
+        return read
+
+    def theirs(data, order):
+        def read() -> None:
+            for index in order:
+                data[index]
+        return read
+
+    def batches(data):
+        def read() -> None:
+            for number in range(num_reads // data.batch_samples):
+                data.batch(number)
+        return read
+
+    def packed(data, collate, order):
+        def read() -> None:
+            for start in range(0, len(order), 4):
+                collate([data[index] for index in order[start:start + 4]])
+        return read
+
+    training = TrainingData(store, indices, batch_samples=4, anchors_per_sample=32, slots_per_anchor=2, block_size=8,
+                            mask_token_id=0, gamma=1.5, need_last=True, seed=0)
+    trained = [index for number in range(num_reads // 4) for _, index in training.chosen(number)]
+    # the reads of both sides are the same samples; one after another is each side's own order on the disk
+    cases = [("random", shuffled, shuffled, ours(shuffled)), ("one after another", stored, indices, ours(stored)),
+             ("random, made into batches of 4", trained, trained, batches(training))]
+    if compare:
+        from speculators.train.data import ArrowDataset, CollateFn
+
+        data = ArrowDataset(max_len=1 << 20, datapath=exported, on_missing="raise")
+        assert len(data) == len(indices)
+        for index in shuffled[:20]:
+            a, b = store.read(index), data[index]
+            assert torch.equal(b["hidden_states"], a.aux_hidden_states.flatten(1)), "the same states"
+            assert torch.equal(b["verifier_last_hidden_states"], a.last_hidden_state_prenorm)
+            assert b["loss_mask"].tolist() == a.loss_mask.tolist() and b["input_ids"].tolist() == a.input_ids.tolist()
+    for name, order, their_order, read in cases:
+        num_bytes = sum(store.length(index) for index in order) * store.plan.bytes_per_token
+        ways = {"store": read}
+        if compare and "batches" in name:
+            longest = 4 * max(store.length(index) for index in order)
+            ways["arrow"] = packed(data, CollateFn(longest, store.hidden_size, len(store.target_layer_ids),
+                                                   torch.float32), their_order)
+        elif compare:
+            ways["arrow"] = theirs(data, their_order)
+        for cache in ("warm", "cold"):
+            if cache == "warm":
+                for way in ways.values():
+                    way()
+            fetched: dict[str, int] = {}
+
+            def counted(label, way, fetched=fetched):
+                def run() -> float:
+                    before, start = bytes_from_disk(), time.perf_counter()
+                    way()
+                    seconds = time.perf_counter() - start
+                    fetched[label] = bytes_from_disk() - before
+                    return seconds
+                return run
+
+            seconds = in_turns({label: counted(label, way) for label, way in ways.items()}, repeats,
+                               (lambda: drop_from_cache(folders)) if cache == "cold" else (lambda: None))
+            print(json.dumps({"order": name, "cache": cache, "num": len(order), "bytes": num_bytes,
+                              "seconds": seconds, "from_disk": fetched}), flush=True)
+
+
+def compare_readers(prepared: PreparedRows, hidden_size: int, options: ExtractionOptions, num_hidden_layers: int,
+                    work_dir: Path, num_reads: int, repeats: int, compare: bool = True) -> list[dict]:
+    """Writes a store of random states for the rows, exports it in speculators' layout, and measures both readers.
+
+    compare: False leaves speculators out, for a machine that lacks it. Prints the table and returns what was measured.
+    """
+    from dflash_lib.hidden_states.formats import open_states
+    from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
+
+    store, exported = work_dir / "store", work_dir / "exported"
+    plan = make_random_plan(prepared, hidden_size, options, num_hidden_layers)
+    write_random_store(store, plan, prepared)
+    if compare:
+        convert(open_states(store), exported, ConvertOptions(to="speculators"), show=False)
+        from tests import speculators_package
+
+        environment = speculators_package.environment()
+    else:
+        exported.mkdir()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", __file__, str(store), str(exported), str(num_reads), str(repeats),
+               str(int(compare))]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    if done.returncode:
+        raise SystemExit(f"reading failed:\n{done.stderr[-3000:]}")
+    found = json_lines(done.stdout)
+    rows = []
+    for case in found:
+        ours = case["seconds"]["store"]
+        rate = case["num"] / median(ours)
+        speed = case["bytes"] / median(ours) / 1e9
+        theirs = case["seconds"].get("arrow")
+        shown = ["", "not measured"] if theirs is None else [f"{case['num'] / median(theirs):,.0f}",
+                                                             ratio(theirs, ours)]
+        disk = " and ".join(f"{case['from_disk'][name] / case['bytes']:.2f}" for name in case["from_disk"])
+        rows.append([case["order"], case["cache"], f"{rate:,.0f}", f"{speed:.2f}", *shown, disk])
+    print(f"Reading {len(prepared):,} samples of {prepared.num_tokens / len(prepared):.0f} tokens on average, "
+          f"{plan.bytes_per_token:,.0f} bytes a token, {plan.encoding}; {num_reads} reads a turn, {repeats} turns, one "
+          f"thread; at least {WANTED:.0f} times the samples/s are wanted")
+    table(["order", "cache", "store, samples/s", "GB/s", "ArrowDataset, samples/s", "times faster",
+           "read from disk, of the states' bytes"], rows)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("store", "exported"):
+        parser.add_argument(name, type=Path)
+    for name in ("reads", "repeats", "compare"):
+        parser.add_argument(name, type=int)
+    args = parser.parse_args()
+    worker(args.store, args.exported, args.reads, args.repeats, bool(args.compare))
