@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, L tapped layers, H hidden size.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,9 +131,10 @@ def capture_batch(target: Target, rows: Sequence[Sequence[int]], layer_ids: Sequ
     """
     if not rows or not all(len(row) for row in rows):
         raise TargetError("capture: a batch needs at least one row and every row at least one token")
-    input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # id 0 pads: any id will do
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)  # id 0 pads: any id will do
     for i, row in enumerate(rows):
-        input_ids[i, :len(row)] = torch.as_tensor(row)
+        padded[i, :len(row)] = row
+    input_ids = torch.from_numpy(padded)
     vocabulary = target.embedding.weight.shape[0]
     if input_ids.min() < 0 or input_ids.max() >= vocabulary:
         raise TargetError(f"capture: token ids from {int(input_ids.min())} to {int(input_ids.max())} do not fit the "
