@@ -10,6 +10,7 @@ they measure files, not bytes. All of it is an estimate for one core that does a
 
 import gc
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -169,7 +170,7 @@ def report(work_dir: Path, num_samples: int, conversations: Path, model: Path) -
     print(f"{', '.join(f'{size.samples:,}' for size in sizes)} samples of 2,304 to 3,072 tokens, "
           f"{largest.shards:,} shards at most, {HIDDEN} wide; CPU seconds of one thread; exponent: of the power law "
           "from 4x to 16x, 1 = linear, 0 = does not grow. On one large shard: " + ", ".join(
-              f"{name.split(',')[0]} {1e-6 / rate:,.0f} MB/s" for name, rate in rates.items()) + "\n")
+              f"{re.split('[,(]', name)[0].strip()} {1e-6 / rate:,.0f} MB/s" for name, rate in rates.items()) + "\n")
     table(["stage", *(f"{factor}x" for factor in FACTORS), "grows with", "exponent",
            f"{wanted.samples:,} samples of {BIG_TOKENS:,} tokens"], rows)
     _print_limits(largest, wanted, estimates)
@@ -199,7 +200,7 @@ def _print_limits(largest: Sizes, wanted: Sizes, estimates: dict[str, tuple[str,
     table(["", "", "assumption"], rows)
     slow = sorted(((seconds / PATIENCE_S[kind], name, kind, seconds) for name, (kind, seconds) in estimates.items()),
                   reverse=True)
-    print("What breaks first: " + ("; ".join(
+    print(f"What breaks first: the disk ({human_bytes(wanted.bytes)}); then " + ("; ".join(
         f"{name} ({duration(seconds)}{' a step' if kind == 'step' else ''})" for over, name, kind, seconds in slow
-        if over > 1) or "no stage of bookkeeping") + f". In the way is what takes more than "
+        if over > 1) or "no stage") + f". In the way is what takes more than "
         f"{duration(PATIENCE_S['once'])} once, or {duration(PATIENCE_S['step'])} a step.\n")
