@@ -260,11 +260,11 @@ def measure_speed(options: argparse.Namespace, folder: Path) -> None:
     needed = rate["extract"] * job.plan.bytes_per_token
     table(["", ""], [
         [f"samples/s at {options.tokens} tokens", f"{rate['extract'] / options.tokens:,.2f}"],
-        ["FLOP a token, 2 a weight of the layers", f"{flops / 1e9:,.1f} G"],
-        ["bfloat16 matrix product in this run", f"{dense / 1e12:,.1f} TFLOP/s"],
+        ["FLOP a token, 2 a weight of the layers", f"{flops / 1e9:,.3g} G"],
+        ["bfloat16 matrix product in this run", f"{dense / 1e12:,.3g} TFLOP/s"],
         ["FLOPs utilisation, extraction", f"{rate['extract'] * flops / dense:.1%}"],
         ["FLOPs utilisation, bare forward pass", f"{rate['forward'] * flops / dense:.1%}"],
-        ["states written", f"{needed / 1e6:,.0f} MB/s ({job.plan.bytes_per_token:,.0f} bytes a token)"],
+        ["states written", f"{needed / 1e6:,.3g} MB/s ({job.plan.bytes_per_token:,.0f} bytes a token)"],
         ["this disk writes and syncs", f"{disk / 1e6:,.0f} MB/s: {disk / needed:.1f} times what is needed"]])
     if on_gpu:
         print(f"Peak GPU memory {torch.cuda.max_memory_allocated(job.target.device) / 1e9:.1f} GB\n")

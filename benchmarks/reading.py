@@ -9,10 +9,12 @@ told what comes next, as training tells it.
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -46,6 +48,31 @@ def bytes_from_disk() -> int:
     """What this process has had read from a disk so far."""
     text = Path("/proc/self/io").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("read_bytes")).split()[1])
+
+
+def disk_rate(folder: Path, num_reads: int = 300, size: int = 1 << 20) -> float | None:
+    """Bytes a second of random reads of 1 MiB past the page cache, four at a time: the most that a cold reader can get.
+    None where the file system cannot read past its cache, or the files are smaller."""
+    files = [path for path in folder.glob("*.h5") if path.stat().st_size > 2 * size]
+    generator = np.random.default_rng(0)
+    places = [(files[i % len(files)], int(generator.integers(0, files[i % len(files)].stat().st_size - size)) // 4096)
+              for i in range(num_reads)] if files else []
+
+    def read(place) -> int:
+        fd = os.open(place[0], os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, size) as buffer:  # aligned to a page, as such reads need
+                return os.preadv(fd, [buffer], place[1] * 4096)
+        finally:
+            os.close(fd)
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            start = time.perf_counter()
+            num_bytes = sum(pool.map(read, places))
+            return num_bytes / (time.perf_counter() - start) or None
+    except OSError:
+        return None
 
 
 def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, compare: bool) -> None:
@@ -103,6 +130,7 @@ def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, com
             assert torch.equal(b["hidden_states"], a.aux_hidden_states.flatten(1)), "the same states"
             assert torch.equal(b["verifier_last_hidden_states"], a.last_hidden_state_prenorm)
             assert b["loss_mask"].tolist() == a.loss_mask.tolist() and b["input_ids"].tolist() == a.input_ids.tolist()
+    before = disk_rate(store_folder)
     for name, order, their_order, read in cases:
         num_bytes = sum(store.length(index) for index in order) * store.plan.bytes_per_token
         ways = {"store": read}
@@ -131,6 +159,7 @@ def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, com
                                (lambda: drop_from_cache(folders)) if cache == "cold" else (lambda: None))
             print(json.dumps({"order": name, "cache": cache, "num": len(order), "bytes": num_bytes,
                               "seconds": seconds, "from_disk": fetched}), flush=True)
+    print(json.dumps({"disk": [before, disk_rate(store_folder)]}))
 
 
 def compare_readers(prepared: PreparedRows, hidden_size: int, options: ExtractionOptions, num_hidden_layers: int,
@@ -158,7 +187,8 @@ def compare_readers(prepared: PreparedRows, hidden_size: int, options: Extractio
     done = subprocess.run(command, env=environment, text=True, capture_output=True)
     if done.returncode:
         raise SystemExit(f"reading failed:\n{done.stderr[-3000:]}")
-    found = json_lines(done.stdout)
+    *found, end = json_lines(done.stdout)
+    disk = " and ".join(f"{rate / 1e9:.2f} GB/s" for rate in end["disk"] if rate) or "not measured"
     rows = []
     for case in found:
         ours = case["seconds"]["store"]
@@ -167,11 +197,12 @@ def compare_readers(prepared: PreparedRows, hidden_size: int, options: Extractio
         theirs = case["seconds"].get("arrow")
         shown = ["", "not measured"] if theirs is None else [f"{case['num'] / median(theirs):,.0f}",
                                                              ratio(theirs, ours)]
-        disk = " and ".join(f"{case['from_disk'][name] / case['bytes']:.2f}" for name in case["from_disk"])
-        rows.append([case["order"], case["cache"], f"{rate:,.0f}", f"{speed:.2f}", *shown, disk])
+        share = " and ".join(f"{case['from_disk'][name] / case['bytes']:.2f}" for name in case["from_disk"])
+        rows.append([case["order"], case["cache"], f"{rate:,.0f}", f"{speed:.2f}", *shown, share])
     print(f"Reading {len(prepared):,} samples of {prepared.num_tokens / len(prepared):.0f} tokens on average, "
           f"{plan.bytes_per_token:,.0f} bytes a token, {plan.encoding}; {num_reads} reads a turn, {repeats} turns, one "
-          f"thread; at least {WANTED:.0f} times the samples/s are wanted")
+          f"thread; at least {WANTED:.0f} times the samples/s are wanted. What the disk gives, before and after, for "
+          f"random reads of 1 MiB past the cache, four at a time: {disk}")
     table(["order", "cache", "store, samples/s", "GB/s", "ArrowDataset, samples/s", "times faster",
            "read from disk, of the states' bytes"], rows)
     return found

@@ -137,6 +137,7 @@ def float8_type() -> h5py.h5t.TypeFloatID:
 RAW_TYPES = {torch.bfloat16: (bfloat16_type, np.uint16), FP8: (float8_type, np.uint8),
              torch.float32: (lambda: h5py.h5t.IEEE_F32LE, np.float32),
              torch.int32: (lambda: h5py.h5t.STD_I32LE, np.int32), torch.int64: (lambda: h5py.h5t.STD_I64LE, np.int64)}
+RAW_VIEWS = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.uint8): FP8}
 
 
 def to_raw(values: Tensor) -> np.ndarray:
@@ -149,8 +150,8 @@ def to_raw(values: Tensor) -> np.ndarray:
 
 def from_raw(raw: np.ndarray) -> Tensor:
     """Raw uint16 as bfloat16, raw uint8 as float8, others as they are: a tensor that shares its memory."""
-    values = torch.from_numpy(raw)
-    return values.view({np.uint16: torch.bfloat16, np.uint8: FP8}.get(raw.dtype.type, values.dtype))
+    values, dtype = torch.from_numpy(raw), RAW_VIEWS.get(raw.dtype)
+    return values if dtype is None else values.view(dtype)
 
 
 def create_states(group: h5py.Group, stored: StateDataset, num_rows: int) -> h5py.Dataset:

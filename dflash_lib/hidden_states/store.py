@@ -291,8 +291,9 @@ class HiddenStateStore:
         shard, row = self._locate(sample_index)
         layout = self._layout(shard)
         with self._named(shard, sample_index):
+            fd = self._fd(shard)
             tensors = {stored.name: from_raw(
-                layout.read_rows(self._fd(shard), stored, first, end, row) if layout.is_direct(stored) else
+                layout.read_rows(fd, stored, first, end, row) if layout.is_direct(stored) else
                 read_raw(self.file(shard)[stored.name], first, end, stored.dtype))
                 for stored, first, end in layout.ranges(row)}
         if LAST_ROWS in tensors:
