@@ -28,6 +28,7 @@ from dflash_lib.target.memory import is_device_lost
 
 GPUS = "DFLASH_GPUS"  # environment variable: this machine's CUDA device numbers, "0,2", one a worker
 TELL_S = 1.0  # between two reports to another machine
+LAST_WORD_S = 5.0  # how long the last reports of other machines are waited for
 SWITCH_S = 0.0005  # how long a thread of Python keeps the others waiting: the writer's calls are short and many
 
 
@@ -116,8 +117,9 @@ class _Reporter:
     """Sends a worker's reports to the launcher: on node 0 through its own output, and with them what the workers of
     other machines left in the job's store; on other machines into that store."""
 
-    def __init__(self, claims: Claims, node: int, leads: bool):
-        self.claims, self.node, self.leads = claims, node, leads
+    def __init__(self, claims: Claims, node: int, local: int, num_local: int):
+        self.claims, self.node, self.leads = claims, node, node == 0 and local == 0
+        self.num_elsewhere = claims.world - num_local
         self.told, self.last, self.state = -TELL_S, {}, ""
 
     def __call__(self, **fields: Any) -> None:
@@ -143,6 +145,22 @@ class _Reporter:
                 report_progress(**fields)
 
 
+    def finish(self) -> None:
+        """Passes on the last words of other machines' workers, which end at about the same time."""
+        end = time.monotonic() + LAST_WORD_S
+        while self.leads and time.monotonic() < end:
+            self.pass_on()
+            if sum(fields["state"] in ("done", "lost") for fields in self.last.values()) >= self.num_elsewhere:
+                return
+            time.sleep(0.05)
+
+
+def worker_device(job: ExtractionJob, local: int) -> str:
+    """The device of this machine's worker number `local`: of the GPUs that the launcher chose, else the job's."""
+    gpus = os.environ.get(GPUS)
+    return f"cuda:{gpus.split(',')[local]}" if gpus else job.device
+
+
 def _leave_without_device(claims: Claims, device: str, reporter: _Reporter, error: Exception) -> None:
     """Ends this process with code 0, its shards given back. Raises StoreError when it was the last."""
     print(f"rank {claims.rank}: {device} is lost: {error}", file=sys.stderr, flush=True)
@@ -151,8 +169,8 @@ def _leave_without_device(claims: Claims, device: str, reporter: _Reporter, erro
         raise StoreError(f"no worker is left: every device was lost.{told}\nLook after the devices (nvidia-smi, the "
                          "kernel's log); the same command goes on from the finished shards.") from error
     if claims.spans_nodes:  # the agent of a machine without workers would end, and may be the one that has the store
-        with claims.heartbeat():
-            claims.wait_for_the_end(reporter.pass_on if reporter.leads else lambda: None)
+        claims.wait_for_the_end(reporter.pass_on if reporter.leads else lambda: None)
+        reporter.finish()
     os._exit(0)  # no clean-up: it would touch the device, and abort
 
 
@@ -160,22 +178,22 @@ def main(path: str) -> None:
     """One worker: as many shards as it gets to."""
     local, node = int(os.environ["LOCAL_RANK"]), Nodes.from_environment().rank
     claims = Claims.connect()
-    leads = node == 0 and local == 0
-    if leads:
+    reporter = _Reporter(claims, node, local, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if reporter.leads:
         job = ExtractionJob.load(path)
         claims.publish(job.todo, job.num_quarantined, asdict(job))
     job = ExtractionJob(**claims.receive())
     if not job.todo:
         return  # only to let the other machines know
-    gpus = os.environ.get(GPUS)
-    device = f"cuda:{gpus.split(',')[local]}" if gpus else job.device
+    device = worker_device(job, local)
     torch.set_num_threads(job.threads)
     sys.setswitchinterval(SWITCH_S)
     with claims.failure_told(), claims.heartbeat():
-        opened, reporter = job.open(), _Reporter(claims, node, leads)
+        opened = job.open()
         try:
             target = _load(job, device, claims, reporter)
             work(job, target, claims, reporter, opened)
+            reporter.finish()
         except Exception as error:
             if not is_device_lost(error):
                 raise

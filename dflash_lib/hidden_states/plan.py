@@ -40,12 +40,13 @@ class ExtractionOptions:
     """What a user chooses. target_layer_ids: id k = output of layer k. encoding: one of schema.ENCODINGS. last_state:
     where the target's last state is stored, before its final norm: at "all" tokens, at the rows that predict
     "supervised" ones, which are all that a KL loss reads, there as the target's `topk` largest logits with their
-    logsumexp ("topk"), or nowhere ("none"), enough for cross-entropy. token_budget: padded tokens of a batch.
-    threads: of a worker, part of the plan since with another number sums are formed in another order."""
+    logsumexp ("topk"), or nowhere ("none"), enough for cross-entropy. The defaults lose nothing that training reads.
+    token_budget: padded tokens of a batch. threads: of a worker, part of the plan since with another number sums are
+    formed in another order."""
 
     target_layer_ids: Sequence[int]
-    encoding: str = "bf16"
-    last_state: str = "all"
+    encoding: str = "bf16+zstd"
+    last_state: str = "supervised"
     topk: int = 0
     token_budget: int = 2048
     samples_per_shard: int = 64

@@ -31,7 +31,7 @@ def tiny_store(tiny_llama, tmp_path_factory) -> HiddenStateStore:
     folder = tmp_path_factory.mktemp("store")
     rows = prepare(write_conversations(folder / "c.jsonl", 12), tiny_llama.tokenizer, PrepareOptions(min_supervised=4))
     plan = open_plan(folder / "states", tiny_llama.path, rows,
-                     ExtractionOptions(target_layer_ids=[1, 3, 4], samples_per_shard=5))
+                     ExtractionOptions(target_layer_ids=[1, 3, 4], last_state="all", samples_per_shard=5))
     for shard in range(len(plan.shards)):
         extract_shard(tiny_llama, rows, plan, folder / "states", shard)
     return HiddenStateStore.open(folder / "states")

@@ -24,7 +24,8 @@ def make_prepared(target: Target, num_samples: int = 12, seed: int = 0, longest:
 
 
 def make_options(**changes) -> ExtractionOptions:
-    return ExtractionOptions(**{"target_layer_ids": [1, 3, 4], "token_budget": 96, "samples_per_shard": 5, "threads": 1,
+    return ExtractionOptions(**{"target_layer_ids": [1, 3, 4], "encoding": "bf16", "last_state": "all",
+                                "token_budget": 96, "samples_per_shard": 5, "threads": 1,
                                 **changes})
 
 

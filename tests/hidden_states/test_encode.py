@@ -184,7 +184,7 @@ def test_faults_in_these_datasets_are_found(tiny_llama, prepared, tmp_path, plan
 
 def test_a_quarantined_sample_leaves_no_rows_behind(tiny_llama, prepared, tmp_path, monkeypatch):
     """The shard's last rows are numbered over the samples that are in it."""
-    from dflash_lib.hidden_states import extraction_worker
+    from dflash_lib.hidden_states import batches
 
     plan = make_plan(tiny_llama.identity, tiny_llama.config, prepared, make_options())
     bad = plan.samples_of(0)[1]
@@ -195,7 +195,7 @@ def test_a_quarantined_sample_leaves_no_rows_behind(tiny_llama, prepared, tmp_pa
             encoded.tensors[LAST][0, 0] = float("nan")
         return encoded
 
-    monkeypatch.setattr(extraction_worker, "encode_sample", encode)
+    monkeypatch.setattr(batches, "encode_sample", encode)
     make_store(tmp_path / "store", tiny_llama, prepared, **FORMS["supervised"])
     with HiddenStateStore.open(tmp_path / "store") as store:
         assert store.num_quarantined >= 1 and bad not in store.sample_indices

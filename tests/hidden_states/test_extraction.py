@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from dflash_lib.conversations.prepare import PreparedRows
+from dflash_lib.hidden_states import extraction
 from dflash_lib.hidden_states.extraction import check_free_space, open_plan, start_extraction
+from dflash_lib.hidden_states.extraction_worker import worker_device
 from dflash_lib.hidden_states.job import ExtractionJob, scan_store
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.schema import StoreError, shard_name
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards
 from dflash_lib.hidden_states.verify import require_verified, verify_store
 from dflash_lib.launch import LaunchError, Nodes, run_torchrun
+from dflash_lib.target.gpus import GpuChoice
 from tests.hidden_states.rows import make_options, make_prepared, make_store
 
 WORKER = "dflash_lib.hidden_states.extraction_worker"
@@ -95,6 +98,24 @@ def test_devices_that_are_not_there_are_refused(tmp_path, tiny_llama_folder, pre
     with pytest.raises(StoreError, match="this machine joins it"):
         start_extraction(tmp_path, tiny_llama_folder, prepared_folder, options, tmp_path, nodes=Nodes(2, 1, "host:1"))
     assert not list(tmp_path.iterdir())
+
+
+def test_each_worker_gets_one_of_the_chosen_devices(monkeypatch):
+    note = "GPU 1 was left out"
+    monkeypatch.setattr(extraction, "choose_gpus", lambda wanted: GpuChoice(wanted or [0, 2, 5], [note]))
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    job = ExtractionJob(store="", model="", prepared="", device="cuda", todo=[])
+    for device, gpus, devices in (("cuda", None, ["cuda:0", "cuda:2", "cuda:5"]),
+                                  ("cuda", [3, 1], ["cuda:3", "cuda:1"]), ("cuda:4", None, ["cuda:4"])):
+        workers = extraction._choose_workers(device, gpus, 99)
+        assert (workers.num, workers.devices) == (len(devices), devices)
+        assert workers.notes == [note] and workers.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        monkeypatch.setenv("DFLASH_GPUS", workers.environment["DFLASH_GPUS"])
+        assert [worker_device(job, local) for local in range(workers.num)] == devices
+    workers = extraction._choose_workers("cpu", None, 3)
+    assert (workers.num, workers.devices) == (3, ["cpu"])
+    monkeypatch.setenv("DFLASH_GPUS", workers.environment["DFLASH_GPUS"])  # a machine's GPUs are no CPU job's
+    assert worker_device(ExtractionJob(store="", model="", prepared="", todo=[]), 2) == "cpu"
 
 
 def test_shards_without_a_plan_are_never_overwritten(start, tmp_path):

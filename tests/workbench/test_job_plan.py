@@ -24,7 +24,7 @@ def job(tiny_llama_folder, tmp_path):
     def write(**changes):
         values = {"model": str(tiny_llama_folder), "conversations": str(tmp_path / "none.jsonl"), "max_samples": 100,
                   "heldout_prompts": str(tmp_path / "prompts.jsonl"), "max_length": 72, "num_aux_layers": 3,
-                  "num_workers": 2, "token_budget": 144, "block_size": 4, "mask_token_id": 3, "draft_vocab_size": None,
+                  "num_workers": 2, "encoding": "bf16", "last_state": "all", "token_budget": 144, "block_size": 4, "mask_token_id": 3, "draft_vocab_size": None,
                   "steps": 200, "batch_samples": 2, "extract_tokens_s": 1.0, "train_tokens_s": 4.0, "load_s": 360.0,
                   "disk_mb_s": 1e6, "runs_dir": str(tmp_path / "runs"), **changes}
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
@@ -48,6 +48,16 @@ def test_hours_and_bytes_by_hand(job):
     assert stage(plan, "06_train").hours == pytest.approx(2.1, abs=1e-4)
     assert stage(plan, "06_train").reads == pytest.approx(28_800 * 512 + 246_592 * 4)
     assert "4 epochs of training" in plan.text() and "none.jsonl: no such file" in plan.text()
+
+
+def test_less_is_stored_where_less_is_asked_for(job):
+    """What is supervised is not known without the data: then it is as much as it can be, all of it."""
+    for changes, each in (({"last_state": "none"}, 3 * 128), ({"last_state": "supervised"}, 4 * 128 + 8),
+                          ({"encoding": "fp8", "last_state": "none"}, 3 * 68),
+                          ({"last_state": "topk", "topk": 5}, 3 * 128 + 8 + 5 * 8 + 4)):
+        assert stage(plan_job(job(**changes)), "04_extract").writes == 7200 * each
+    with pytest.raises(ValueError, match="last_state: 'some' is not known"):
+        plan_job(job(last_state="some"))
 
 
 def test_more_validation_samples_than_samples_would_stop_it(job):
@@ -179,10 +189,10 @@ def test_a_target_that_is_not_here(job, tmp_path):
 
 
 def test_the_real_job(capsys):
-    """61,440 bytes a token before compression, and every stage fits a GPU of 96 GB."""
+    """51,200 bytes a token before compression, and every stage fits a GPU of 96 GB."""
     plan = plan_job(REAL)
     extract, train = stage(plan, "04_extract"), stage(plan, "06_train")
-    assert extract.writes == pytest.approx(50_000 * 3072 * 61_440 / 1.4)
+    assert extract.writes == pytest.approx(50_000 * 3072 * 51_200 / 1.4)
     assert 53.79e9 < extract.memory < 96e9 and train.memory < 96e9
     assert extract.hours > 50_000 * 3072 / (8 * 2500) / 3600 and train.hours > 6 * 50_000 * 3072 / 10_000 / 3600
     assert plan.folder == runs_folder({"runs_dir": "/scratch/dflash/runs"}) / REAL.stem
