@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
 from dflash_lib.hidden_states.encode import encode_sample
@@ -80,20 +81,23 @@ def make_random_plan(prepared: PreparedRows, hidden_size: int, options: Extracti
     return make_plan(identity, config, prepared, options)
 
 
-def write_random_store(folder: Path, plan: ExtractionPlan, prepared: PreparedRows) -> None:
-    """A store of random states, written as an extraction writes: what is stored costs the same whatever it says."""
+def write_random_store(folder: Path, plan: ExtractionPlan, prepared: PreparedRows, pool: Tensor | None = None) -> None:
+    """A store of random states, written as an extraction writes: stored as they are, they cost the same whatever they
+    say. pool: bfloat16 [rows, L + 1, H] to take them from, real ones where they shall be compressed."""
     folder.mkdir(parents=True)
     plan.save(folder)
     num_layers, longest = len(plan.target_layer_ids), int(prepared.lengths.max())
-    pool = torch.randn(longest + 4096, num_layers + 1, plan.hidden_size,
-                       generator=torch.Generator().manual_seed(0)).bfloat16()
+    if pool is None:
+        pool = torch.randn(longest + 4096, num_layers + 1, plan.hidden_size,
+                           generator=torch.Generator().manual_seed(0)).bfloat16()
     aux, last = pool[:, :-1].contiguous(), pool[:, -1].contiguous()
     for shard in range(len(plan.shards)):
         masks = [prepared.row(index)[1] for index in plan.samples_of(shard)]
         with ShardWriter(folder, plan, shard, masks) as writer:
             for index in plan.samples_of(shard):
                 ids, mask = prepared.row(index)
-                rows = slice(index % 4096, index % 4096 + len(ids))
+                first = index % (len(pool) - longest)
+                rows = slice(first, first + len(ids))
                 writer.add(index, ids, mask, encode_sample(None, plan, mask, CapturedSample(aux[rows], last[rows])))
 
 

@@ -307,19 +307,28 @@ def padding(options: argparse.Namespace) -> None:
 
 
 def reading(options: argparse.Namespace, folder: Path) -> None:
+    import torch
+
     from benchmarks.reading import compare_readers
     from dflash_lib.conversations.prepare import PrepareOptions, prepare
     from dflash_lib.hidden_states.plan import ExtractionOptions
-    from dflash_lib.target.capture import default_layer_ids
-    from dflash_lib.target.loading import load_tokenizer
+    from dflash_lib.target.capture import capture_batch, default_layer_ids, stack_states
+    from dflash_lib.target.loading import load_target, load_tokenizer
 
     demo = demo_parameters()
     rows = prepare(options.conversations, load_tokenizer(options.model), PrepareOptions(
         max_samples=24 if options.tiny else demo["max_samples"], max_length=demo["max_length"]))
-    size, layers = (16, [0, 1, 2]) if options.tiny else (576, default_layer_ids(30))
-    compare_readers(rows, size, ExtractionOptions(target_layer_ids=layers, samples_per_shard=8 if options.tiny else
-                                                  demo["samples_per_shard"]), 30, folder, min(options.reads, len(rows)),
-                    options.repeats, compare=not options.no_speculators)
+    target = load_target(options.model, options.dtype, audit="quick")
+    layers = default_layer_ids(target.num_layers, 3 if options.tiny else demo["num_aux_layers"])
+    states, wanted = [], int(rows.lengths.max()) + 1024
+    for index in range(len(rows)):  # real states, which compress as such do; the same few again and again
+        states.append(stack_states(capture_batch(target, [rows.row(index)[0]], layers, True, torch.bfloat16)[0]))
+        if sum(map(len, states)) > wanted:
+            break
+    per_shard = 8 if options.tiny else demo["samples_per_shard"]
+    chosen = ExtractionOptions(target_layer_ids=layers, samples_per_shard=per_shard)
+    compare_readers(rows, target.hidden_size, chosen, target.num_layers, folder, min(options.reads, len(rows)),
+                    options.repeats, not options.no_speculators, torch.cat(states))
 
 
 def main() -> None:

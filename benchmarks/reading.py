@@ -15,10 +15,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
+from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY) not in sys.path:
@@ -30,6 +33,8 @@ from dflash_lib.hidden_states.plan import ExtractionOptions  # noqa: E402
 from dflash_lib.hidden_states.store import HiddenStateStore  # noqa: E402
 
 WANTED = 3.0
+FORMS = ({"encoding": "bf16", "last_state": "all"}, {"encoding": "bf16", "last_state": "supervised"},
+         {"encoding": "bf16+zstd", "last_state": "supervised"})  # the first has all that their layout has
 AHEAD = 8  # samples that a reader is told of before it asks for them
 
 
@@ -75,10 +80,14 @@ def disk_rate(folder: Path, num_reads: int = 300, size: int = 1 << 20) -> float 
         return None
 
 
-def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, compare: bool) -> None:
-    """Measures, in this process, and prints a line of JSON a measurement."""
-    import torch
+def worker(folder: Path, num_reads: int, repeats: int, compare: bool) -> None:
+    """Measures each store of `folder`, in this process, and prints a line of JSON a measurement."""
+    for number, store in enumerate(sorted(path for path in folder.iterdir() if path.name.startswith("store"))):
+        measure(store, folder / "exported", num_reads, repeats, compare, every_case=number == 0)
 
+
+def measure(store_folder: Path, exported: Path, num_reads: int, repeats: int, compare: bool, every_case: bool) -> None:
+    """One store. every_case: False leaves reading one after another and the batches out."""
     from dflash_lib.drafter.dataset import TrainingData
 
     torch.set_num_threads(1)
@@ -128,10 +137,11 @@ def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, com
         for index in shuffled[:20]:
             a, b = store.read(index), data[index]
             assert torch.equal(b["hidden_states"], a.aux_hidden_states.flatten(1)), "the same states"
-            assert torch.equal(b["verifier_last_hidden_states"], a.last_hidden_state_prenorm)
+            rows = slice(None) if a.last_rows is None else a.last_rows
+            assert torch.equal(b["verifier_last_hidden_states"][rows], a.last_hidden_state_prenorm)
             assert b["loss_mask"].tolist() == a.loss_mask.tolist() and b["input_ids"].tolist() == a.input_ids.tolist()
     before = disk_rate(store_folder)
-    for name, order, their_order, read in cases:
+    for name, order, their_order, read in cases[:None if every_case else 1]:
         num_bytes = sum(store.length(index) for index in order) * store.plan.bytes_per_token
         ways = {"store": read}
         if compare and "batches" in name:
@@ -157,62 +167,64 @@ def worker(store_folder: Path, exported: Path, num_reads: int, repeats: int, com
 
             seconds = in_turns({label: counted(label, way) for label, way in ways.items()}, repeats,
                                (lambda: drop_from_cache(folders)) if cache == "cold" else (lambda: None))
-            print(json.dumps({"order": name, "cache": cache, "num": len(order), "bytes": num_bytes,
+            form = f"{store.plan.encoding}, last state {store.plan.last_state}"
+            print(json.dumps({"form": form, "order": name, "cache": cache, "num": len(order), "bytes": num_bytes,
                               "seconds": seconds, "from_disk": fetched}), flush=True)
     print(json.dumps({"disk": [before, disk_rate(store_folder)]}))
 
 
 def compare_readers(prepared: PreparedRows, hidden_size: int, options: ExtractionOptions, num_hidden_layers: int,
-                    work_dir: Path, num_reads: int, repeats: int, compare: bool = True) -> list[dict]:
-    """Writes a store of random states for the rows, exports it in speculators' layout, and measures both readers.
+                    work_dir: Path, num_reads: int, repeats: int, compare: bool = True,
+                    pool: Tensor | None = None) -> list[dict]:
+    """Writes stores of the same states for the rows in FORMS, exports them in speculators' layout, and measures.
 
-    compare: False leaves speculators out, for a machine that lacks it. Prints the table and returns what was measured.
+    compare: False leaves speculators out, for a machine that lacks it; pool: states to take, random ones without.
+    Prints the table and returns what was measured.
     """
     from dflash_lib.hidden_states.formats import open_states
     from dflash_lib.hidden_states.formats.convert import ConvertOptions, convert
 
-    store, exported = work_dir / "store", work_dir / "exported"
-    plan = make_random_plan(prepared, hidden_size, options, num_hidden_layers)
-    write_random_store(store, plan, prepared)
+    stores, exported = [work_dir / f"store-{number}" for number in range(len(FORMS))], work_dir / "exported"
+    for folder, form in zip(stores, FORMS, strict=True):
+        plan = make_random_plan(prepared, hidden_size, replace(options, **form), num_hidden_layers)
+        write_random_store(folder, plan, prepared, pool)
     if compare:
-        convert(open_states(store), exported, ConvertOptions(to="speculators"), show=False)
+        convert(open_states(stores[0]), exported, ConvertOptions(to="speculators"), show=False)
         from tests import speculators_package
 
         environment = speculators_package.environment()
     else:
         exported.mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, str(store), str(exported), str(num_reads), str(repeats),
-               str(int(compare))]
+    command = [sys.executable, "-W", "ignore", __file__, str(work_dir), str(num_reads), str(repeats), str(int(compare))]
     done = subprocess.run(command, env=environment, text=True, capture_output=True)
     if done.returncode:
         raise SystemExit(f"reading failed:\n{done.stderr[-3000:]}")
-    *found, end = json_lines(done.stdout)
-    disk = " and ".join(f"{rate / 1e9:.2f} GB/s" for rate in end["disk"] if rate) or "not measured"
+    found = json_lines(done.stdout)
+    disk = " and ".join(f"{rate / 1e9:.2f}" for line in found for rate in line.get("disk", []) if rate)
+    found = [line for line in found if "order" in line]
     rows = []
     for case in found:
-        ours = case["seconds"]["store"]
-        rate = case["num"] / median(ours)
-        speed = case["bytes"] / median(ours) / 1e9
-        theirs = case["seconds"].get("arrow")
+        ours, theirs = case["seconds"]["store"], case["seconds"].get("arrow")
         shown = ["", "not measured"] if theirs is None else [f"{case['num'] / median(theirs):,.0f}",
                                                              ratio(theirs, ours)]
         share = " and ".join(f"{case['from_disk'][name] / case['bytes']:.2f}" for name in case["from_disk"])
-        rows.append([case["order"], case["cache"], f"{rate:,.0f}", f"{speed:.2f}", *shown, share])
-    print(f"Reading {len(prepared):,} samples of {prepared.num_tokens / len(prepared):.0f} tokens on average, "
-          f"{plan.bytes_per_token:,.0f} bytes a token, {plan.encoding}; {num_reads} reads a turn, {repeats} turns, one "
-          f"thread; at least {WANTED:.0f} times the samples/s are wanted. What the disk gives, before and after, for "
-          f"random reads of 1 MiB past the cache, four at a time: {disk}")
-    table(["order", "cache", "store, samples/s", "GB/s", "ArrowDataset, samples/s", "times faster",
+        rows.append([case["form"], case["order"], case["cache"], f"{case['num'] / median(ours):,.0f}",
+                     f"{case['bytes'] / median(ours) / 1e9:.2f}", *shown, share])
+    whole, length = 2 * hidden_size * (len(options.target_layer_ids) + 1), prepared.num_tokens / len(prepared)
+    print(f"Reading {len(prepared):,} samples of {length:.0f} tokens on average, {whole:,} bytes a token with every last "
+          f"state; {num_reads} reads a turn, {repeats} turns, one thread; at least {WANTED:.0f} "
+          "times the samples/s are wanted. GB/s that the disk gives, before and after each store, for random reads of 1 "
+          f"MiB past the cache, four at a time: {disk or 'not measured'}")
+    table(["store", "order", "cache", "store, samples/s", "GB/s", "ArrowDataset, samples/s", "times faster",
            "read from disk, of the states' bytes"], rows)
     return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("store", "exported"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("folder", type=Path)
     for name in ("reads", "repeats", "compare"):
         parser.add_argument(name, type=int)
     args = parser.parse_args()
-    worker(args.store, args.exported, args.reads, args.repeats, bool(args.compare))
+    worker(args.folder, args.reads, args.repeats, bool(args.compare))
