@@ -24,7 +24,8 @@ def job(tiny_llama_folder, tmp_path):
     def write(**changes):
         values = {"model": str(tiny_llama_folder), "conversations": str(tmp_path / "none.jsonl"), "max_samples": 100,
                   "heldout_prompts": str(tmp_path / "prompts.jsonl"), "max_length": 72, "num_aux_layers": 3,
-                  "num_workers": 2, "encoding": "bf16", "last_state": "all", "token_budget": 144, "block_size": 4, "mask_token_id": 3, "draft_vocab_size": None,
+                  "num_workers": 2, "token_budget": 144, "encoding": "bf16", "last_state": "all",
+                  "block_size": 4, "mask_token_id": 3, "draft_vocab_size": None,
                   "steps": 200, "batch_samples": 2, "extract_tokens_s": 1.0, "train_tokens_s": 4.0, "load_s": 360.0,
                   "disk_mb_s": 1e6, "runs_dir": str(tmp_path / "runs"), **changes}
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
