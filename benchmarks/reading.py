@@ -213,9 +213,9 @@ def compare_readers(prepared: PreparedRows, hidden_size: int, options: Extractio
                      f"{case['bytes'] / median(ours) / 1e9:.2f}", *shown, share])
     whole, length = 2 * hidden_size * (len(options.target_layer_ids) + 1), prepared.num_tokens / len(prepared)
     print(f"Reading {len(prepared):,} samples of {length:.0f} tokens on average, {whole:,} bytes a token with every "
-          f"last state; {num_reads} reads a turn, {repeats} turns, one thread; at least {WANTED:.0f} times the samples/s "
-          "are wanted. GB/s that the disk gives, before and after each store, for random reads of 1 MiB past the cache, "
-          f"four at a time: {disk or 'not measured'}")
+          f"last state; {num_reads} reads a turn, {repeats} turns, one thread; at least {WANTED:.0f} times the "
+          "samples/s are wanted. GB/s that the disk gives, before and after each store, for random reads of 1 MiB past "
+          f"the cache, four at a time: {disk or 'not measured'}")
     table(["store", "order", "cache", "store, samples/s", "GB/s", "ArrowDataset, samples/s", "times faster",
            "read from disk, of the states' bytes"], rows)
     return found
