@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_lib.hidden_states.encode import dequantize_fp8, quantize_fp8
 from dflash_lib.hidden_states.formats.speculators import quantize
 from dflash_lib.hidden_states.parity import relative_errors
-from dflash_lib.hidden_states.sampling import Estimate, SampleBootstrap, state_blocks
+from dflash_lib.hidden_states.sampling import LAST_NAME, Estimate, SampleBootstrap, state_blocks
 from dflash_lib.hidden_states.schema import AUX, StateDataset, create_states, to_raw, write_raw
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.capture import capture_batch, stack_states
@@ -78,9 +78,11 @@ class EncodingCost:
 
 @dataclass(frozen=True)
 class EncodingCosts:
-    """costs: one for each of WAYS; zstd_bytes_per_token: measured with bf16+zstd, lossless; computed_in: the target's
-    type; num_tokens: tokens behind position 0 of num_samples samples."""
+    """names: of the K states of a token, the tapped layers and LAST_NAME; costs: one for each of WAYS;
+    zstd_bytes_per_token: measured with bf16+zstd, lossless; computed_in: the target's type; num_tokens: tokens behind
+    position 0 of num_samples samples."""
 
+    names: list[str]
     costs: list[EncodingCost]
     zstd_bytes_per_token: float
     computed_in: str
@@ -117,7 +119,8 @@ def encoding_costs(target: Target, rows: Sequence[Sequence[int]], layer_ids: Seq
         name, bootstrap.median(np.concatenate(errors[name])), np.median(at_0[name], axis=0),
         bootstrap.share(np.concatenate(changed[name])), sum(infinite[name]),
         float(way.bytes_per_token(len(layer_ids), target.hidden_size))) for name, way in WAYS.items()]
-    return EncodingCosts(costs, zstd_bytes_per_token(raws), str(target.head.weight.dtype).removeprefix("torch."),
+    names = [*(f"layer {k}" for k in layer_ids), LAST_NAME]
+    return EncodingCosts(names, costs, zstd_bytes_per_token(raws), str(target.head.weight.dtype).removeprefix("torch."),
                          len(bootstrap.sample_of), len(rows))
 
 

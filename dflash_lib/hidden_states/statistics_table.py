@@ -66,9 +66,9 @@ def statistics_table(statistics: StateStatistics, channels: Sequence[MassiveChan
         rows += _rows("share of variance up to this direction", names,
                       _plain(spectra.spectra[:, :direction].sum(axis=1)), channel=int(direction))
     for cost in costs.costs:
-        rows += _rows("relative error of storage", names, cost.errors, cost.name)
-        rows += _rows("relative error of storage", names, _plain(cost.at_0), cost.name, 0)
-        rows += _rows("share of top-1 tokens changed by storage", names[-1:], cost.changed, cost.name)
+        rows += _rows("relative error of storage", costs.names, cost.errors, cost.name)
+        rows += _rows("relative error of storage", costs.names, _plain(cost.at_0), cost.name, 0)
+        rows += _rows("share of top-1 tokens changed by storage", costs.names[-1:], cost.changed, cost.name)
         rows.append(("bytes a token", "", cost.name, -1, -1, cost.bytes_per_token, np.nan, np.nan))
     rows.append(("bytes a token", "", "bf16+zstd", -1, -1, costs.zstd_bytes_per_token, np.nan, np.nan))
     layers = [f"layer {k}" for k in range(len(lens.agreement.value))]

@@ -362,7 +362,7 @@ class HiddenStateStore:
             ("tokens", f"{tokens}, {supervised} supervised"),
             ("shards", f"{len(self.shards)} of {len(plan.shards)}"),
             ("on disk", f"{human_bytes(on_disk)}, {on_disk / max(tokens, 1):.0f} bytes a token "
-                        f"(raw {plan.bytes_per_token})"),
+                        f"(uncompressed {plan.bytes_per_token:.0f})"),
             ("file locks", "none needed: HDF5's own are off, and nothing uses flock"),
             ("data", f"fingerprint {plan.data['fingerprint'][:12]}"), ("plan", plan.hash[:12]),
         ]

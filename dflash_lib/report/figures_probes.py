@@ -17,10 +17,10 @@ FLOOR = 1e-6  # where an error of exactly 0 is drawn
 
 
 @styled
-def encodings_figure(costs: EncodingCosts, names: Sequence[str]) -> Figure:
+def encodings_figure(costs: EncodingCosts) -> Figure:
     """Relative error by layer, and the target's top-1 tokens that change when the last state is stored so."""
     figure, (left, right) = new_figure(1, 2, height=3.8, width_ratios=(1.25, 1))
-    x = np.arange(len(names))
+    x = np.arange(len(costs.names))
     rows = np.arange(len(costs.costs))
     for i, (cost, colour) in enumerate(zip(costs.costs, ENCODING_COLOURS, strict=True)):
         shift = (i - 1.5) * 0.16
@@ -33,7 +33,7 @@ def encodings_figure(costs: EncodingCosts, names: Sequence[str]) -> Figure:
         right.text(np.nanmax(changed), i, f"  {changed[0]:.2g} %, {cost.bytes_per_token:,.0f} B", va="center",
                    fontsize=9)
     left.set_yscale("log")
-    left.set_xticks(x, [name.replace(", ", "\n") for name in names], rotation=30, ha="right")
+    left.set_xticks(x, [name.replace(", ", "\n") for name in costs.names], rotation=30, ha="right")
     label(left, x="", y="relative error (median token)", title="What storage costs each layer")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     right.set_xlim(0, max(1.9 * 100 * max(np.nanmax([c.changed.value, c.changed.high]) for c in costs.costs), 0.1))

@@ -148,7 +148,7 @@ def test_files_are_the_same_bytes_every_time(tiny_llama, prepared, made, tmp_pat
 
 def test_describe_prints_what_a_store_holds(made):
     text = HiddenStateStore.open(made).describe()
-    for part in ("[1, 3, 4]", "before the final norm", "bf16", "12 of 12", "tokens", "3 of 3", "raw 512",
+    for part in ("[1, 3, 4]", "before the final norm", "bf16", "12 of 12", "tokens", "3 of 3", "uncompressed 512)",
                  "HDF5's own are off"):
         assert part in text
 

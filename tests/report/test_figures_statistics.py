@@ -119,7 +119,7 @@ def test_similarity_rank_and_final_norm(statistics):
 
 
 def test_encodings_and_lens(statistics, costs, lens):
-    left, right = named_axes(probes.encodings_figure(costs, statistics.names), 2)
+    left, right = named_axes(probes.encodings_figure(costs), 2)
     for cost in costs.costs:
         assert np.allclose(points(left, cost.name), np.maximum(cost.errors.value, probes.FLOOR))
     assert [bar.get_width() for bar in right.patches] == pytest.approx([100 * float(c.changed.value) for c in
