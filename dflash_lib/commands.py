@@ -315,8 +315,8 @@ def convert_command(options: argparse.Namespace) -> int:
         samples_per_shard=options.samples_per_shard, with_states=not options.rows_only))
     for note in done.notes:
         print(f"note: {note}")
-    same = "the source's, rounded to fp8" if options.encoding == "fp8" and source.encoding != "fp8" else (
-        "the same as the source's")
+    rounded = options.encoding.startswith("fp8") and not source.encoding.startswith("fp8")
+    same = "the source's, rounded to fp8" if rounded else "the same as the source's"
     print(f"{options.destination}: {to}, {done.num_samples} samples, {same} (verified); "
           f"{done.num_written} {'shards' if to == 'store' else 'files'} written now")
     return 0

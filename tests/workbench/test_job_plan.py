@@ -53,8 +53,9 @@ def test_hours_and_bytes_by_hand(job):
 
 def test_less_is_stored_where_less_is_asked_for(job):
     """What is supervised is not known without the data: then it is as much as it can be, all of it."""
-    for changes, each in (({"last_state": "none"}, 3 * 128), ({"last_state": "supervised"}, 4 * 128 + 8),
-                          ({"encoding": "fp8", "last_state": "none"}, 3 * 68),
+    for changes, each in (({"last_state": "none", "kl_weight": 0.0}, 3 * 128),
+                          ({"last_state": "supervised"}, 4 * 128 + 8),
+                          ({"encoding": "fp8", "last_state": "none", "kl_weight": 0.0}, 3 * 68),
                           ({"last_state": "topk", "topk": 5}, 3 * 128 + 8 + 5 * 8 + 4)):
         assert stage(plan_job(job(**changes)), "04_extract").writes == 7200 * each
     with pytest.raises(ValueError, match="last_state: 'some' is not known"):

@@ -150,3 +150,17 @@ def test_a_file_that_aliases_blow_up_is_refused(tmp_path):
         (tmp_path / "job.yaml").write_text("a: " + "{x: " * depth + "1" + "}" * depth)
         with pytest.raises(ParameterError, match="nested 20 deep|not valid YAML"):
             read_parameters_file(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"last_state": "none"}, "kl_weight 0.7 needs the target's last state, and last_state is none"),
+    ({"last_state": "topk"}, "topk 0 with last_state topk"), ({"topk": 8}, "topk 8 with last_state supervised"),
+    ({"gpus": [0], "device": "cpu"}, r"gpus \[0\] with device cpu"),
+    ({"gpus": [1], "device": "cuda:0"}, r"gpus \[1\] with device cuda:0")])
+def test_values_that_contradict_each_other_are_refused_before_anything_runs(changes, message):
+    declarations = all_declarations(notebook_paths())
+    with pytest.raises(ParameterError, match=f"job.yaml: {message}"):
+        resolve_parameters({"mask_token_id": 3, **changes}, declarations, "job.yaml")
+    for fine in ({"last_state": "none", "kl_weight": 0.0}, {"last_state": "topk", "topk": 8},
+                 {"gpus": [0], "device": "cuda"}):
+        resolve_parameters({"mask_token_id": 3, **fine}, declarations, "job.yaml")

@@ -23,11 +23,12 @@ from typing import Any
 from dflash_lib.files import canonical_json, read_json, write_text
 from dflash_lib.hidden_states.formats.destinations import Destination, SpeculatorsDestination, StoreDestination
 from dflash_lib.hidden_states.formats.detect import CONVERSION_FILE
+from dflash_lib.hidden_states.formats.hdf5 import StoreSource
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import POST_NORM, PRE_NORM
 from dflash_lib.hidden_states.formats.survey import survey
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionOptions, ExtractionPlan, make_plan
-from dflash_lib.hidden_states.schema import ENCODINGS, StoreError
+from dflash_lib.hidden_states.schema import ENCODINGS, StoreError, get_encoding
 from dflash_lib.locks import LOCK_NAME, folder_lock
 from dflash_lib.progress import Progress
 from dflash_lib.target.capture import check_layer_ids
@@ -148,6 +149,13 @@ def _check_whole(source: Samples) -> None:
                              f"{', ...' if len(names) > 3 else ''}. Extract them again, or put the folder in order.")
 
 
+def _held_last(source: Samples) -> str:
+    """The form in which a source has the last state before the norm, as `ExtractionOptions` names it."""
+    if isinstance(source, StoreSource):
+        return source.plan.last_state
+    return "all" if source.last == PRE_NORM else "none"
+
+
 def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> list[str]:
     """What will be lost or changed, as lines. Raises StoreError for a last state that the destination cannot have."""
     notes = []
@@ -158,15 +166,15 @@ def _check_source(source: Samples, options: ConvertOptions, encoding: str) -> li
         raise StoreError(f"{source.path}: {why}; speculators' layout needs every token's, before the norm. "
                          + ("Convert it into a store (--to store), or extract anew." if source.last else
                             "Extract anew, in bf16 with last_state: all."))
-    if options.to == "store" and options.last_state != "none":
-        if source.last == POST_NORM or source.last_elsewhere:
-            why = normed if source.last else f"its last state is stored {source.last_elsewhere}"
-            raise StoreError(f"{source.path}: {why}; a conversion writes the one before the norm of every token, or of "
-                             "supervised ones. --last-state none leaves it out: enough for cross-entropy, not for a KL "
-                             "loss.")
-        if source.last is None and options.last_state:
-            raise StoreError(f"{source.path}: it holds no last state to store (--last-state {options.last_state})")
-    if options.to == "store" and (source.last != PRE_NORM or options.last_state == "none"):
+    has, wanted = _held_last(source), options.last_state
+    if options.to == "store" and wanted != "none" and source.last == POST_NORM:
+        raise StoreError(f"{source.path}: {normed}; a store holds the one before it. --last-state none leaves it out: "
+                         "enough for cross-entropy, not for a KL loss.")
+    if options.to == "store" and wanted not in ("", "none", has) and (has, wanted) != ("all", "supervised"):
+        held = source.last_elsewhere and f"stored {source.last_elsewhere}" or "not stored"
+        raise StoreError(f"{source.path}: its last state is {held}; --last-state {wanted} cannot be made of that. "
+                         "Leave the option out to keep what there is, or take none.")
+    if options.to == "store" and (has if wanted == "" else wanted) == "none":
         why = " (the source's, behind the norm, was left out)" if source.last == POST_NORM else ""
         notes.append(f"the store has no last state{why}: no KL loss can be trained from it")
     if options.to == "store" and encoding.startswith("fp8") and source.encoding not in ("fp8", "fp8+zstd"):
@@ -208,7 +216,7 @@ def _store_plan(source: Samples, destination: Path, options: ConvertOptions, enc
     """The plan of the store to write: the one that an earlier call wrote, the source's own, or a new one."""
     if (destination / PLAN_FILE).exists():
         return ExtractionPlan.load(destination)
-    last_state = options.last_state or ("all" if source.last == PRE_NORM else "none")
+    last_state = options.last_state or _held_last(source)
     if carried is None and options.target is None:
         raise StoreError(f"{source.path}: nothing here says of which model these states are, and a store must: give "
                          "--target MODEL")
@@ -222,7 +230,8 @@ def _store_plan(source: Samples, destination: Path, options: ConvertOptions, enc
         if source.target_layer_ids != carried.target_layer_ids:
             raise StoreError(f"{source.path}: its plan says layers {carried.target_layer_ids}, not "
                              f"{source.target_layer_ids}")
-        return _marked(replace(carried, encoding=encoding, last_state=last_state, topk=0), source)
+        topk = carried.topk if last_state == "topk" else 0
+        return _marked(replace(carried, encoding=encoding, last_state=last_state, topk=topk), source)
     if source.target_layer_ids is None:
         raise StoreError(f"{source.path}: the files do not say which layers they hold: give --target-layer-ids (ours: "
                          "id k is the output of layer k). `audit` finds them.")
@@ -242,8 +251,11 @@ def _store_plan(source: Samples, destination: Path, options: ConvertOptions, enc
 
 
 def _marked(plan: ExtractionPlan, source: Samples) -> ExtractionPlan:
-    """The plan, with where the states come from unless they are as they were extracted under it."""
-    if source.format == "store" or getattr(source, "conversion", None) and source.encoding == "bf16":
+    """The plan, with where the states come from unless they are as they were extracted under it: states that were fp8
+    are not, and fp8 of rounded states is not that of the target's own."""
+    same = isinstance(source, StoreSource) and source.fp8 == get_encoding(plan.encoding).fp8
+    back = getattr(source, "conversion", None) and source.encoding == "bf16" and not get_encoding(plan.encoding).fp8
+    if same or back:
         return plan
     return replace(plan, data={**plan.data, "converted_from": f"{source.format} {source.encoding}"})
 

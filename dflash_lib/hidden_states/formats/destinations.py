@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
-from dflash_lib.hidden_states.encode import EncodedSample, encode_sample, find_bad
+from dflash_lib.hidden_states.encode import (
+    EncodedSample,
+    dequantize_fp8,
+    encode_sample,
+    find_bad,
+    predicting_rows,
+    quantize_fp8,
+)
 from dflash_lib.hidden_states.extraction import check_free_space
+from dflash_lib.hidden_states.formats.hdf5 import StoreSource
 from dflash_lib.hidden_states.formats.reading import Samples
 from dflash_lib.hidden_states.formats.source import SourceSample
 from dflash_lib.hidden_states.formats.speculators import (
@@ -28,7 +36,16 @@ from dflash_lib.hidden_states.formats.speculators import (
 )
 from dflash_lib.hidden_states.formats.survey import check_tokens
 from dflash_lib.hidden_states.plan import ExtractionPlan
-from dflash_lib.hidden_states.schema import AUX, AUX_SCALES, StoreError, get_encoding, shard_name, to_raw
+from dflash_lib.hidden_states.schema import (
+    AUX,
+    AUX_SCALES,
+    LAST,
+    LAST_ROWS,
+    StoreError,
+    get_encoding,
+    shard_name,
+    to_raw,
+)
 from dflash_lib.hidden_states.shards import ShardWriter, remove_dead_partials
 from dflash_lib.hidden_states.store import HiddenStateStore, missing_shards
 from dflash_lib.target.capture import CapturedSample
@@ -64,8 +81,22 @@ def as_bf16(sample: SourceSample) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have one dtype, shape and bit pattern (-0 is not 0, a NaN is itself)."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and a.shape == b.shape and (not a.numel() or torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+
+
+def recode(stored: EncodedSample, before: ExtractionPlan, plan: ExtractionPlan, loss_mask: np.ndarray) -> EncodedSample:
+    """What a store of `plan` holds of a sample that a store of the plan `before` holds; what both hold alike is not
+    rounded again."""
+    tensors, fp8 = dict(stored.tensors), get_encoding(plan.encoding).fp8
+    if AUX_SCALES in tensors and not fp8:
+        tensors[AUX] = dequantize_fp8(tensors[AUX], tensors.pop(AUX_SCALES)).bfloat16()
+    elif fp8 and AUX_SCALES not in tensors:
+        tensors[AUX], tensors[AUX_SCALES] = quantize_fp8(tensors[AUX])
+    if plan.last_state == "supervised" and before.last_state == "all":
+        tensors[LAST_ROWS] = torch.from_numpy(predicting_rows(loss_mask))
+        tensors[LAST] = tensors[LAST][tensors[LAST_ROWS]]
+    return EncodedSample({dataset.name: tensors[dataset.name] for dataset in plan.datasets})
 
 
 class StoreDestination:
@@ -96,8 +127,9 @@ class StoreDestination:
         if sample.states.shape[2] != self.plan.hidden_size:
             raise StoreError(f"{self.source.path}, {sample.name}: states {sample.states.shape[2]} wide; the target's "
                              f"hidden size is {self.plan.hidden_size}")
-        if self.source.format == "store" and sample.scales is not None and get_encoding(self.plan.encoding).fp8:
-            return sample, EncodedSample({AUX: sample.states, AUX_SCALES: sample.scales[..., 0]})  # not rounded again
+        if isinstance(self.source, StoreSource):
+            stored = self.source.store.read_encoded(self.source.indices[self.where[index]])
+            return sample, recode(stored, self.source.plan, self.plan, sample.loss_mask)
         states = as_bf16(sample)
         captured = CapturedSample(states[:, :num_layers],
                                   None if self.plan.last_state == "none" else states[:, num_layers])
@@ -107,7 +139,7 @@ class StoreDestination:
         """Writes one shard. Raises StoreError for a bad sample, and for more tokens than were planned."""
         left, samples = self.plan.shard_tokens[shard], self.plan.samples_of(shard)
         masks = [self.source.read_tokens(self.where[index])[1] for index in samples if index not in self.quarantined
-                 ] if self.plan.last_state == "supervised" else []
+                 ] if self.plan.last_state in ("supervised", "topk") else []
         with ShardWriter(self.folder, self.plan, shard, masks) as writer:
             for index in samples:
                 if index in self.quarantined:
