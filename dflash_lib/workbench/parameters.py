@@ -214,13 +214,17 @@ def resolve_parameters(values: dict[str, Any], declarations: dict[str, dict[str,
 def _check_together(params: dict[str, Any], where: str) -> None:
     """Raises ParameterError for values that contradict each other: found before anything runs, not by the notebook that
     comes to it after hours."""
-    last_state, topk = params.get("last_state"), params.get("topk")
+    last_state = params.get("last_state")
+    if last_state is not None:
+        from dflash_lib.hidden_states.schema import StoreError, state_datasets  # seconds, for PyTorch
+
+        try:
+            state_datasets(1, 1, params["encoding"], last_state, params["topk"])
+        except StoreError as error:
+            raise ParameterError(f"{where}: {error}") from error
     if last_state == "none" and params.get("kl_weight", 0) > 0:
         raise ParameterError(f"{where}: kl_weight {params['kl_weight']} needs the target's last state, and last_state "
                              "is none; set last_state: supervised, or kl_weight: 0")
-    if topk is not None and (topk > 0) != (last_state == "topk"):
-        raise ParameterError(f"{where}: topk {topk} with last_state {last_state}; a number of logits goes with "
-                             "last_state: topk, and 0 with the others")
     device = params.get("device")
     if params.get("gpus") is not None and device is not None and device != "cuda":
         raise ParameterError(f"{where}: gpus {params['gpus']} with device {device}; gpus goes with device: cuda")

@@ -154,7 +154,8 @@ def test_a_file_that_aliases_blow_up_is_refused(tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     ({"last_state": "none"}, "kl_weight 0.7 needs the target's last state, and last_state is none"),
-    ({"last_state": "topk"}, "topk 0 with last_state topk"), ({"topk": 8}, "topk 8 with last_state supervised"),
+    ({"last_state": "topk"}, "topk: 0 with last_state 'topk'"), ({"topk": 8}, "topk: 8 with last_state 'supervised'"),
+    ({"encoding": "fp16"}, "encoding: 'fp16' is not known"), ({"last_state": "some"}, "last_state: 'some' is not"),
     ({"gpus": [0], "device": "cpu"}, r"gpus \[0\] with device cpu"),
     ({"gpus": [1], "device": "cuda:0"}, r"gpus \[1\] with device cuda:0")])
 def test_values_that_contradict_each_other_are_refused_before_anything_runs(changes, message):
