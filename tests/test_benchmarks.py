@@ -30,6 +30,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_a_tiny_target(tmp_path):
     """But memory, which tests/hidden_states/test_flat_memory.py runs."""
     parts = ["speed", "padding", "reading", "scaling"]

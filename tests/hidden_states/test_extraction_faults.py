@@ -45,6 +45,7 @@ def start(tmp_path, tiny_llama, prepared, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_a_worker_that_loses_its_device_is_replaced_by_the_others(start, tmp_path, truth):
     report = start(2, kind="lost", ranks=[1], seconds=1.5)
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == truth
@@ -63,6 +64,7 @@ def test_a_device_that_is_lost_before_the_target_is_loaded_is_no_end_either(star
     assert report.lost == {"cpu": "CUDA error: device is lost (planted)"}
 
 
+@pytest.mark.slow
 def test_the_job_fails_when_no_worker_is_left(start, tmp_path):
     with pytest.raises(LaunchError, match="no worker is left: every device was lost") as caught:
         start(2, kind="lost", ranks=[0, 1])
@@ -71,6 +73,7 @@ def test_the_job_fails_when_no_worker_is_left(start, tmp_path):
     assert start(1, kind="none").num_shards > 0, "and goes on from what was finished"
 
 
+@pytest.mark.slow
 def test_the_failing_rank_is_named_and_the_rest_can_be_done_later(start, tmp_path, truth):
     with pytest.raises(LaunchError, match=r"LookupError: a fault of the worker \(planted\)") as caught:
         start(2, kind="fail", ranks=[1], seconds=1.5)

@@ -38,6 +38,7 @@ def join_in_a_process(log_dir: Path, endpoint: str, worker: str = extraction.WOR
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.slow
 def test_two_agents_write_one_store_and_one_shows_both(tmp_path, tiny_llama, prepared, endpoint, monkeypatch):
     make_store(tmp_path / "truth", tiny_llama, prepared)
     prepared.save(tmp_path / "prepared")
@@ -58,6 +59,7 @@ def test_two_agents_write_one_store_and_one_shows_both(tmp_path, tiny_llama, pre
         "faulty_worker.log", "faulty_worker.node1.log", "extraction.status.json"}
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_machine_ends_the_job_on_the_other(tmp_path, tiny_llama, prepared, endpoint, monkeypatch):
     """Its agent alone would not tell: torchrun leaves that to the collectives, which there are none of."""
     prepared.save(tmp_path / "prepared")
