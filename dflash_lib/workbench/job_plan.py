@@ -19,6 +19,8 @@ from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.decoding.eval_prompts import read_prompts
 from dflash_lib.files import human_bytes, nearest_existing
+from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionPlan, describe_differences
+from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.target.capture import default_layer_ids
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.hub import find_cached, is_hub_id
@@ -155,6 +157,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     plan.obstacles += [*_missing_inputs(params, here, weights), *_too_few_samples(params, num_samples),
                        *_too_few_devices(params), *_too_little_memory(plan, params),
                        *_disks(store, folder, num_tokens * each),
+                       *(_another_store(store, list(layer_ids), params) if "04_extract" in chosen else []),
                        *(_target_obstacles(config_folder, params) if "07_evaluate" in chosen else []),
                        *(f"{line.found}: {line.to_do}" for line in version_lines() if line.level == RED)]
     return plan
@@ -331,6 +334,22 @@ def _too_few_samples(params: dict[str, Any], num_samples: int) -> list[str]:
         return []
     return [f"validation_samples: {params['validation_samples']} of {num_samples} samples leave none to train on; "
             "lower it, or use more conversations"]
+
+
+def _another_store(store: Path, layer_ids: list[int], params: dict[str, Any]) -> list[str]:
+    """A store that was begun with other settings: 04 would refuse it. Target and rows are compared there."""
+    if not (store / PLAN_FILE).is_file():
+        return []
+    try:
+        before = ExtractionPlan.load(store)
+    except StoreError as error:
+        return [f"store_dir: {error}"]
+    asked = {"target_layer_ids": layer_ids, **{name: params[name] for name in (
+        "encoding", "last_state", "topk", "token_budget", "samples_per_shard")}}
+    found = {name: (getattr(before, name), value) for name, value in asked.items() if getattr(before, name) != value}
+    return [f"store_dir: {store} was begun with other settings, and a store is never mixed:\n"
+            f"{describe_differences(found, 'the store has', 'asked for')}\n    Choose another store_dir, or remove it."
+            ] if found else []
 
 
 def _target_obstacles(config_folder: Path, params: dict[str, Any]) -> list[str]:

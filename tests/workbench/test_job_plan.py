@@ -12,6 +12,7 @@ from dflash_lib.target.errors import TargetError
 from dflash_lib.workbench import job_plan
 from dflash_lib.workbench.job_plan import plan_job
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder, write_params
+from tests.hidden_states.rows import make_prepared, make_store
 
 REAL = REPOSITORY / "notebooks" / "params" / "qwen3_6_27b_8gpu.yaml"
 
@@ -179,6 +180,19 @@ def test_finished_shards_are_room_for_the_store(job, tmp_path, monkeypatch):
     (tmp_path / "states").mkdir()
     (tmp_path / "states" / "shard-00000.h5").write_bytes(bytes(3_000_000))
     assert "the hidden states take" not in obstacles(job(store_dir=str(tmp_path / "states")))
+
+
+def test_a_store_that_was_begun_with_other_settings_would_stop_it(job, tmp_path, tiny_llama):
+    store = tmp_path / "states"
+    make_store(store, tiny_llama, make_prepared(tiny_llama), target_layer_ids=[1, 2, 4], token_budget=144,
+               samples_per_shard=8)
+    same = {"store_dir": str(store), "samples_per_shard": 8, "target_layer_ids": [1, 2, 4]}
+    assert "store_dir" not in obstacles(job(**same))
+    found = obstacles(job(**{**same, "encoding": "fp8", "samples_per_shard": 9}))
+    assert 'encoding: the store has "bf16", asked for "fp8"' in found and "samples_per_shard: the store has 8" in found
+    (store / "plan.json").write_text("{")
+    assert "plan.json: damaged" in obstacles(job(**same))
+    assert "plan.json" not in "".join(plan_job(job(**same), start="06_train").obstacles)
 
 
 def test_a_target_that_is_not_here(job, tmp_path):
