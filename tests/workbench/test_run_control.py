@@ -36,6 +36,12 @@ def wait_for(condition, what=lambda: "nothing happened"):
         time.sleep(0.05)
 
 
+def hear_the_terminal():
+    """SIGHUP and SIGINT end the process again, whatever it inherited."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def command(*words):
     """Runs a command in a process; its exit code and what it printed."""
     done = subprocess.run([sys.executable, "-m", "dflash_lib", *map(str, words)], cwd=REPOSITORY, capture_output=True,
@@ -72,7 +78,8 @@ def test_a_detached_run_outlives_its_terminal_is_looked_at_stopped_and_goes_on(j
     arguments = ["run", str(job), "--only", "04_extract", "--runs-dir", str(runs)]
     words = " ".join([sys.executable, "-m", "dflash_lib", *arguments, "--detach"])
     shell = subprocess.Popen(["bash", "-c", f"{words}; echo ready; sleep 600"], cwd=REPOSITORY, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                             preexec_fn=hear_the_terminal)  # pytest itself may run under nohup
     printed = []
     for line in shell.stdout:
         if line == "ready\n":
