@@ -16,7 +16,7 @@ from dflash_lib.decoding.speculative import Step
 from dflash_lib.drafter.inference import Proposer
 from dflash_lib.target.capture import capture_batch, plan_batches
 from dflash_lib.target.generate import generate_batch
-from dflash_lib.target.loading import Target
+from dflash_lib.target.loading import Target, quiet_transformers
 
 TOKENS_AT_ONCE = 4096  # padded tokens of a captured batch
 PROMPTS_AT_ONCE = 32
@@ -36,6 +36,7 @@ class Answer:
         return self.prompt.token_ids + self.token_ids
 
 
+@quiet_transformers()  # that fast kernels are missing is in the load report
 def answer_prompts(target: Target, prompts: Sequence[EvalPrompt], max_new_tokens: int,
                    layer_ids: Sequence[int]) -> list[Answer]:
     """The target's greedy answers, batched, and its states for prompt and answer."""

@@ -40,10 +40,6 @@ class EncodedSample:
 
     tensors: dict[str, Tensor]
 
-    def cpu(self) -> "EncodedSample":
-        """The same on the CPU."""
-        return EncodedSample({name: values.cpu() for name, values in self.tensors.items()})
-
 
 def predicting_rows(loss_mask: np.ndarray) -> np.ndarray:
     """int64 [R]: the token rows that predict a supervised token, each the one before it. loss_mask [T]."""

@@ -115,22 +115,23 @@ def check_last_state(last_state: str, topk: int) -> None:
                          "and 0 with the others")
 
 
-def bfloat16_type() -> h5py.h5t.TypeFloatID:
-    """HDF5 datatype of bfloat16: sign bit 15, 8 exponent bits from 7 with bias 127, 7 mantissa bits from 0."""
+def _float_type(size: int, exponent_bits: int, mantissa_bits: int, bias: int) -> h5py.h5t.TypeFloatID:
+    """HDF5 datatype of `size` bytes: mantissa from bit 0, the exponent above it, the sign bit on top."""
     kind = h5py.h5t.IEEE_F32LE.copy()
-    kind.set_fields(15, 7, 8, 0, 7)
-    kind.set_size(2)
-    kind.set_ebias(127)
+    kind.set_fields(8 * size - 1, mantissa_bits, exponent_bits, 0, mantissa_bits)
+    kind.set_size(size)
+    kind.set_ebias(bias)
     return kind
+
+
+def bfloat16_type() -> h5py.h5t.TypeFloatID:
+    """HDF5 datatype of bfloat16: 8 exponent bits with bias 127, 7 mantissa bits."""
+    return _float_type(2, 8, 7, 127)
 
 
 def float8_type() -> h5py.h5t.TypeFloatID:
-    """HDF5 datatype of e4m3 up to 240: sign bit 7, 4 exponent bits from 3 with bias 7, 3 mantissa bits from 0."""
-    kind = h5py.h5t.IEEE_F32LE.copy()
-    kind.set_fields(7, 3, 4, 0, 3)
-    kind.set_size(1)
-    kind.set_ebias(7)
-    return kind
+    """HDF5 datatype of e4m3 up to 240: 4 exponent bits with bias 7, 3 mantissa bits."""
+    return _float_type(1, 4, 3, 7)
 
 
 # per torch dtype the HDF5 datatype and the NumPy dtype of raw values

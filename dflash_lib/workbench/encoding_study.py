@@ -17,16 +17,16 @@ import torch
 
 from dflash_lib.conversations.prepare import PreparedRows
 from dflash_lib.drafter.dataset import seeded_generator
-from dflash_lib.hidden_states.encode import encode_sample
+from dflash_lib.hidden_states.encode import encode_sample, predicting_rows
 from dflash_lib.hidden_states.extraction import plan_extraction
 from dflash_lib.hidden_states.parity import relative_errors
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionOptions, ExtractionPlan, describe_differences
-from dflash_lib.hidden_states.schema import ENCODINGS, LAST_STATES, StoreError, shard_name
+from dflash_lib.hidden_states.schema import ENCODINGS, LAST_STATES, StoreError, get_encoding, shard_name, to_raw
 from dflash_lib.hidden_states.shards import ShardWriter
 from dflash_lib.hidden_states.store import HiddenStateStore, StoredSample, missing_shards
 from dflash_lib.progress import Progress
 from dflash_lib.target.capture import CapturedSample, capture_batch
-from dflash_lib.target.loading import Target
+from dflash_lib.target.loading import Target, quiet_transformers
 from dflash_lib.workbench.variants import Outcome
 
 NUM_REPEATS = 3
@@ -49,7 +49,7 @@ class Form:
     def values(self) -> tuple[bool, str, int]:
         """Equal for forms that hold the same values for a trainer: zstd loses nothing, and rows that predict no
         supervised token are read by no loss."""
-        return (self.encoding.startswith("fp8"), "supervised" if self.last_state == "all" else self.last_state,
+        return (get_encoding(self.encoding).fp8, "supervised" if self.last_state == "all" else self.last_state,
                 self.topk)
 
 
@@ -85,10 +85,19 @@ def forms_to_train(forms: Sequence[Form]) -> list[Form]:
 
 
 def same_values(stores: Sequence[Path], indices: Sequence[int]) -> bool:
-    """Whether samples have the same aux states in all of these stores, bit for bit."""
+    """Whether samples read back from all of these stores with the same values, bit for bit, as far as training reads
+    them: the aux states, and the last state (or the top-k logits) at rows that predict a supervised token."""
     opened = [HiddenStateStore.open(store) for store in stores]
-    return all(torch.equal(opened[0].read(i).aux_hidden_states, other.read(i).aux_hidden_states)
+    return all(_what_training_reads(opened[0].read(i)) == _what_training_reads(other.read(i))
                for i in indices for other in opened[1:])
+
+
+def _what_training_reads(sample: StoredSample) -> list[bytes]:
+    last = sample.last_hidden_state_prenorm
+    if last is not None and sample.last_rows is None:
+        last = last[torch.from_numpy(predicting_rows(sample.loss_mask))]
+    found = [sample.aux_hidden_states, last, *(vars(sample.top_logits).values() if sample.top_logits else ())]
+    return [to_raw(values).tobytes() for values in found if values is not None]
 
 
 def forms_table(costs: Sequence[FormCost], outcomes: Sequence[Outcome]):
@@ -129,6 +138,7 @@ def plan_forms(target: Target, prepared: PreparedRows, forms: Sequence[Form], op
                                                            topk=form.topk), target.report.dtype) for form in forms]
 
 
+@quiet_transformers()  # that fast kernels are missing is in the load report
 @torch.no_grad()
 def write_forms(target: Target, prepared: PreparedRows, forms: Sequence[Form], options: ExtractionOptions,
                 folder: Path) -> list[Path]:
@@ -157,7 +167,7 @@ def write_forms(target: Target, prepared: PreparedRows, forms: Sequence[Form], o
                 for index, sample in _capture(target, prepared, plans[0], [shard]):
                     ids, mask = prepared.row(index)
                     for writer, plan in zip(writers, plans, strict=True):
-                        writer.add(index, ids, mask, encode_sample(target, plan, mask, sample).cpu())
+                        writer.add(index, ids, mask, encode_sample(target, plan, mask, sample))
                     progress.update(len(ids))
     return stores
 
@@ -169,6 +179,7 @@ def _capture(target: Target, prepared: PreparedRows, plan: ExtractionPlan, shard
         yield from zip(batch, captured, strict=True)
 
 
+@quiet_transformers()
 @torch.no_grad()
 def measure_forms(target: Target, prepared: PreparedRows, forms: Sequence[Form], options: ExtractionOptions,
                   stores: Sequence[Path], num_tokens: int = 20_000) -> list[FormCost]:
@@ -220,7 +231,7 @@ def _write_again(target: Target, prepared: PreparedRows, plan: ExtractionPlan, s
         rows = [(index, *prepared.row(index)) for index in plan.samples_of(shard)]
         with ShardWriter(folder, plan, shard, [mask for _, _, mask in rows]) as writer:
             for index, ids, mask in rows:
-                writer.add(index, ids, mask, encode_sample(target, plan, mask, captured[index]).cpu())
+                writer.add(index, ids, mask, encode_sample(target, plan, mask, captured[index]))
     return time.monotonic() - began
 
 

@@ -15,7 +15,7 @@ import psutil
 from dflash_lib.job_status import describe_work
 from dflash_lib.locks import Locked, lock_holder, process_alive
 from dflash_lib.progress import human_seconds
-from dflash_lib.workbench.run_state import Work, belongs, log_files, works_of
+from dflash_lib.workbench.run_state import Work, belongs, log_files, statuses_of, works_of
 from dflash_lib.workbench.runs import REPOSITORY, RunError
 
 BEGIN_S = 120.0  # a detached run that has not taken its lock by then is left to its log
@@ -92,10 +92,8 @@ def stop_run(folder: Path, out: TextIO) -> int:
             out.write(f"{work.what}: process {holder['pid']} has not ended in {human_seconds(STOP_S)}. It may be "
                       f"waiting for a disk; `kill -9 {holder['pid']}` ends it, and nothing that is finished is lost\n")
             return 1
-    for work in works_of(folder):
-        status = work.status
-        if status is not None:
-            out.write(f"{work.what}: {status['state']} at {describe_work(status)}\n")
+    for work, status in statuses_of(folder):
+        out.write(f"{work.what}: {status['state']} at {describe_work(status)}\n")
     again = commands[0] or "execute the notebook's cell again"
     out.write(f"stopped; what is finished stays, and this goes on from there: {again}\n")
     return 0

@@ -74,6 +74,18 @@ def works_of(folder: Path) -> list[Work]:
              drafter / "logs" / "training_job.log")]
 
 
+def statuses_of(folder: Path) -> list[tuple[Work, dict[str, Any]]]:
+    """The status of each work that has one. A job that its run took down with it was stopped, though the notebook's
+    kernel may have had no time to say so."""
+    found = [(work, status) for work in works_of(folder) if (status := work.status) is not None]
+    run = next((status for work, status in found if work.what == "run"), None)
+    for _, status in found:
+        if status["state"] == "killed" and run is not None and run["state"] == "stopped" and (
+                run["began"] <= status["began"] <= run["updated"]):
+            status["state"] = "stopped"
+    return found
+
+
 def belongs(work: Work, folder: Path) -> bool:
     """Whether the live holder of a lock works for this run: a store elsewhere may be another run's, too."""
     if work.lock[0].absolute().is_relative_to(folder):
@@ -94,7 +106,7 @@ def describe_run(folder: Path) -> tuple[str, int]:
     works = works_of(folder)
     held = [(work, holder) for work in works if (holder := work.holder) is not None]
     alive = [(work, holder) for work, holder in held if belongs(work, folder)]
-    statuses = [(work, status) for work in works if (status := work.status) is not None]
+    statuses = statuses_of(folder)
     newest = max(statuses, key=lambda pair: pair[1]["updated"], default=None)
     lines = [f"{folder}: {_verdict(alive, newest)}"]
     lines += [f"note: {work.lock[0]} is held by {_who(holder)}, for another run"

@@ -147,25 +147,36 @@ def check_training(target, folder: Path, ids: list[int], device: str, changes: d
     return compare(f"training: {name}", step, measured(work, device))
 
 
-def main(device: str = "cuda:0", num_layers: str = "64") -> int:
-    """0 when everything holds or there is nothing to check here, else 1."""
+def large_target(folder: Path, device: str, num_layers: str, room: float):
+    """(target, layer ids) of the 27B's kind with random weights; None, said why, without a GPU or where `room` times
+    its weights do not fit."""
     import torch
 
     if not torch.cuda.is_available():
         print("skipped: PyTorch sees no CUDA device")
-        return 0
+        return None
     from dflash_lib.workbench.peak_memory import meta_target
+
+    ids = write_config(folder, int(num_layers))
+    needed = sum(p.nbytes for p in meta_target(folder, "bfloat16").model.parameters())
+    free = torch.cuda.mem_get_info(device)[0]
+    if needed * room > free:
+        print(f"skipped: {needed / 1e9:.1f} GB of weights and a batch do not fit into {free / 1e9:.1f} GB free; "
+              "give fewer layers")
+        return None
+    return random_target(folder, device), ids
+
+
+def main(device: str = "cuda:0", num_layers: str = "64") -> int:
+    """0 when everything holds or there is nothing to check here, else 1."""
+    import torch
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ids = write_config(folder, int(num_layers))
-        needed, free = sum(
-            p.nbytes for p in meta_target(folder, "bfloat16").model.parameters()), torch.cuda.mem_get_info(device)[0]
-        if needed * 1.2 > free:
-            print(f"skipped: {needed / 1e9:.1f} GB of weights and a batch do not fit into {free / 1e9:.1f} GB free; "
-                  "give fewer layers")
+        made = large_target(folder, device, num_layers, room=1.2)
+        if made is None:
             return 0
-        target = random_target(folder, device)
+        target, ids = made
         print(f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, {num_layers} layers\n"
               f"{'':<52} {'predicted':>9} {'measured':>9} {'reserved':>9}   ratio   (GB)")
         good = check_capture(target, folder, ids, device)

@@ -141,7 +141,8 @@ def serial_states(target, prepared, plan) -> Iterator[tuple[int, dict]]:
         rows = [prepared.row(index) for index in batch]
         samples = capture_batch(target, [ids for ids, _ in rows], plan.target_layer_ids)
         for index, (_, mask), sample in zip(batch, rows, samples, strict=True):
-            yield index, encode_sample(target, plan, mask, sample).cpu().tensors
+            encoded = encode_sample(target, plan, mask, sample)
+            yield index, {name: values.cpu() for name, values in encoded.tensors.items()}
 
 
 def check_values(target, prepared, plan, folder: Path, device: str) -> bool:
@@ -230,23 +231,15 @@ def main(device: str = "cuda:0", num_layers: str = "16") -> int:
     """0 when everything holds or there is nothing to check here, else 1."""
     import torch
 
-    if not torch.cuda.is_available():
-        print("skipped: PyTorch sees no CUDA device")
-        return 0
-    from dflash_lib.workbench.peak_memory import meta_target
-    from tests.gpu.check_capacity import random_target, write_config
+    from tests.gpu.check_capacity import large_target
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ids = write_config(folder, int(num_layers))
-        needed = sum(p.nbytes for p in meta_target(folder, "bfloat16").model.parameters())
-        free = torch.cuda.mem_get_info(device)[0]
-        if needed * 1.5 > free:
-            print(f"skipped: {needed / 1e9:.1f} GB of weights and a batch do not fit into {free / 1e9:.1f} GB free; "
-                  "give fewer layers")
+        made = large_target(folder, device, num_layers, room=1.5)
+        if made is None:
             return 0
+        target, ids = made
         torch.cuda.set_device(device)
-        target = random_target(folder, device)
         prepared = make_rows(NUM_SAMPLES, LENGTHS, target.embedding.weight.shape[0])
         print(f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, {num_layers} layers, "
               f"{len(prepared)} samples of {LENGTHS[0]} to {LENGTHS[1]} tokens in batches of {TOKEN_BUDGET:,}")

@@ -87,8 +87,11 @@ def test_costs_are_those_of_the_files(costs, stores, prepared):
 def test_zstd_holds_the_same_values_and_fp8_others(stores):
     place = {form.name: store for form, store in zip(FORMS, stores, strict=True)}
     indices = [0, 5, 13]
-    assert same_values([place["bf16, last all"], place["bf16+zstd, last none"]], indices)
-    assert not same_values([place["bf16, last all"], place["fp8, last all"]], indices)
+    for name in ("bf16+zstd, last all", "bf16, last supervised", "bf16+zstd, last supervised"):
+        assert same_values([place["bf16, last all"], place[name]], indices)
+    assert same_values([place["bf16, last top 4"], place["bf16+zstd, last top 4"]], indices)
+    for name in ("fp8, last all", "bf16, last none", "bf16, last top 4"):
+        assert not same_values([place["bf16, last all"], place[name]], indices)
 
 
 def test_the_table_shows_outcomes_at_all_forms_of_the_same_values(costs):

@@ -181,6 +181,20 @@ def test_two_machines_extract_together(job, tmp_path):
     assert "extraction_worker.node1.log" in text
 
 
+@pytest.mark.parametrize("state, shown", [("stopped", "stopped"), ("failed", "killed")])
+def test_a_job_that_a_stopped_run_took_down_was_stopped_too(folder, state, shown):
+    """`stop` ends the notebook's kernel, which may have no time to say so while a training saves itself."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        process = {"pid": gone.pid, "started": 0.0, "host": socket.gethostname()}
+    work = {"unit": "steps", "total": 9, "done": 4, "workers": {}, "rate": 0.0, "error": "", "process": process,
+            "bytes_written": 0, "disk_free": None, "stage": "", "stage_began": 5.0, "start": 0}
+    write_json(folder / RUN_STATUS, {**work, "what": "run", "state": state, "began": 5.0, "updated": 90.0})
+    write_json(folder / "drafter" / "logs" / "training.status.json",
+               {**work, "what": "training", "state": "running", "began": 50.0, "updated": 80.0})
+    text, code = describe_run(folder)
+    assert code == 1 and f"training: {shown}, 4/9 steps (44 %)" in text, text
+
+
 def test_a_mistake_is_an_error_before_anything_is_detached(tmp_path):
     (tmp_path / "job.yaml").write_text("max_sampels: 3\n")
     code, text = command("run", tmp_path / "job.yaml", "--runs-dir", tmp_path / "runs", "--detach")

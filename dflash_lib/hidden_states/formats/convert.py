@@ -42,9 +42,9 @@ class ConvertOptions:
     """to: "store" or "speculators". encoding: of a store one of ENCODINGS, of speculators bf16 or fp8 ("" = the
     source's where it has such a one, else bf16). target: folder or hub id of the model that the states are of, needed
     for a store whenever no plan comes with them; dtype: that it ran in. last_state: of a store, "all", "supervised" or
-    "none" as in `ExtractionOptions` ("" = all where the source has it, else none). samples_per_shard: of a store that
-    is planned here. with_states=False: to speculators, write its Arrow data set alone, for training straight from a
-    store."""
+    "none" as in `ExtractionOptions` ("" = what the source has before the norm, in its form). samples_per_shard: of a
+    store that is planned here. with_states=False: to speculators, write its Arrow data set alone, for training straight
+    from a store."""
 
     to: str = "store"
     encoding: str = ""
