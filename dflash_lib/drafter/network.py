@@ -29,7 +29,8 @@ class DrafterConfig:
 
     num_target_layers: decoder layers of the target; target_layer_ids: tapped layers (id k is the output of layer k);
     vocab_size: rows of the target's embedding; draft_vocab_size: rows of the reduced head, None for the target's own;
-    layer_types: "full_attention" or "sliding_attention" for each layer.
+    layer_types: "full_attention" or "sliding_attention" for each layer; sample_from_anchor: slot k says token
+    a + k + 1, so that the anchor's slot drafts as well (DSpark's and DFlash2's convention), instead of token a + k.
     """
 
     hidden_size: int
@@ -48,6 +49,7 @@ class DrafterConfig:
     layer_types: tuple[str, ...] = (FULL,)
     sliding_window: int | None = None
     draft_vocab_size: int | None = None
+    sample_from_anchor: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
@@ -60,6 +62,8 @@ class DrafterConfig:
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(f"mask_token_id {self.mask_token_id} is no row of the target's embedding "
                             f"(0..{self.vocab_size - 1})")
+        if type(self.sample_from_anchor) is not bool:
+            problems.append(f"sample_from_anchor must be true or false, found {self.sample_from_anchor!r}")
         if self.block_size < 2:
             problems.append(f"block_size {self.block_size} drafts nothing; it counts the anchor, so use 2 or more")
         if not self.target_layer_ids or list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
@@ -80,6 +84,16 @@ class DrafterConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot of a block that is trained and drafts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a block drafts; a verify step has one more."""
+        return self.block_size - self.first_slot
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
