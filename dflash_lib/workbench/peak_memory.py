@@ -24,10 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from dflash_lib.drafter.attention import Packing
 from dflash_lib.drafter.dataset import Batch
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, propose_everywhere
-from dflash_lib.drafter.training import TrainOptions, drafter_config
+from dflash_lib.drafter.recipe import TrainOptions, drafter_config
 from dflash_lib.target.capture import HiddenStateTap, check_layer_ids
 from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
@@ -321,7 +322,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
             tracker.count(tensor)
         base = tracker.now
         batch = _meta_batch(options, num_tokens, config.hidden_size, len(ids))
-        batch_loss(network, ends, batch, options.kl_weight).loss_sum.backward()
+        dpace_alpha = options.dpace_alpha if options.slot_weighting == "dpace" else None
+        batch_loss(network, ends, batch, options.kl_weight, dpace_alpha).loss_sum.backward()
         step = tracker.peak - base - drafter_bytes  # the gradients stand above
         del batch
         network.zero_grad(set_to_none=True)
@@ -337,14 +339,16 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
 
 def _meta_batch(options: TrainOptions, num_tokens: int, hidden_size: int, num_layers: int) -> Batch:
     """A batch of the shapes that the data set makes, without values."""
-    docs, slots = options.batch_samples, min(options.slots_per_anchor, options.block_size - 1)
+    first_slot = 0 if options.sample_from_anchor else 1
+    docs, slots = options.batch_samples, min(options.slots_per_anchor, options.block_size - first_slot)
     anchors = min(options.anchors_per_sample, num_tokens - 1)
+    tokens, blocks = docs * num_tokens, docs * anchors
     with META:
-        asked = torch.empty(docs, anchors, slots, dtype=torch.int64)
+        asked = torch.empty(blocks, slots, dtype=torch.int64)
         return Batch(
-            tuple(range(docs)), torch.empty(docs, num_tokens, num_layers, hidden_size),
-            torch.empty(docs, num_tokens, hidden_size) if options.kl_weight > 0 else None,
-            torch.arange(num_tokens).expand(docs, -1), torch.empty(docs, anchors, dtype=torch.int64),
-            torch.empty(docs, anchors, options.block_size, dtype=torch.int64), asked, torch.empty_like(asked),
-            torch.empty(docs, anchors, slots))
-
+            tuple(range(docs)), Packing((num_tokens,) * docs, (anchors,) * docs),
+            torch.empty(tokens, num_layers, hidden_size, dtype=torch.bfloat16),
+            torch.empty(tokens, hidden_size, dtype=torch.bfloat16) if options.kl_weight > 0 else None,
+            torch.empty(tokens, dtype=torch.int64), torch.empty(blocks, dtype=torch.int64),
+            torch.empty(blocks, dtype=torch.int64), torch.empty(blocks, options.block_size, dtype=torch.int64), asked,
+            torch.empty_like(asked), torch.empty(blocks, slots), first_slot=first_slot)

@@ -16,7 +16,7 @@ from dflash_lib.decoding.acceptance import Interval, ratio_difference, ratio_int
 from dflash_lib.decoding.evaluation import Answer
 from dflash_lib.decoding.training_walk import training_walk
 from dflash_lib.drafter.folder import load_drafter
-from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.drafter.training_job import start_training
 from dflash_lib.target.loading import Target
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_lib.drafter import (
+    Compute,
     DrafterError,
     DrafterProposer,
     TrainOptions,
@@ -26,7 +27,8 @@ from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
-from dflash_lib.drafter.training import Trainer, TrainingError, learning_rate
+from dflash_lib.drafter.recipe import TrainingError, learning_rate
+from dflash_lib.drafter.training import Trainer
 from dflash_lib.drafter.training_job import open_job, sigterm_noted
 from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
@@ -52,15 +54,22 @@ def test_batches_hold_the_samples_own_states_and_tokens(tiny_store):
     data = data_of(tiny_store, split.train)
     for number in range(8):
         batch = data.batch(number)
+        start = block = 0
         for row, index in enumerate(batch.sample_indices):
             sample = tiny_store.read(index)
-            num = len(sample.input_ids)
-            assert torch.equal(batch.aux_hidden_states[row, :num], sample.aux_hidden_states.float())
-            assert torch.equal(batch.last_hidden_state_prenorm[row, :num], sample.last_hidden_state_prenorm.float())
-            for block, a in enumerate(batch.anchors[row].tolist()):
-                for column, k in enumerate(batch.slots[row, block].tolist()):
-                    if batch.weights[row, block, column] > 0:
-                        assert batch.labels[row, block, column] == sample.input_ids[a + k]
+            own = slice(start, start + len(sample.input_ids))
+            assert batch.packing.num_context[row] == len(sample.input_ids)
+            assert torch.equal(batch.positions[own], torch.arange(len(sample.input_ids))), "they restart"
+            assert torch.equal(batch.aux_hidden_states[own], sample.aux_hidden_states)
+            assert torch.equal(batch.last_hidden_state_prenorm[own], sample.last_hidden_state_prenorm)
+            for number in range(block, block + batch.packing.num_blocks[row]):
+                a = batch.anchors[number].item()
+                assert batch.starts[number] == start and sample.loss_mask[a] and sample.loss_mask[a + 1]
+                for column, k in enumerate(batch.slots[number].tolist()):
+                    if batch.weights[number, column] > 0:
+                        assert batch.labels[number, column] == sample.input_ids[a + k]
+            start, block = own.stop, block + batch.packing.num_blocks[row]
+        assert start == len(batch.aux_hidden_states) and block == len(batch.anchors)
 
 
 def test_an_epoch_takes_every_sample_once_and_draws_anchors_anew(tiny_store):
@@ -70,7 +79,9 @@ def test_an_epoch_takes_every_sample_once_and_draws_anchors_anew(tiny_store):
     second = [i for number in range(5, 10) for i in data.batch(number).sample_indices]
     assert sorted(first) == sorted(second) == list(split.train) and first != second
     assert data_of(tiny_store, split.train).batch(7).sample_indices == data.batch(7).sample_indices
-    anchors = [{tuple(row) for number in range(start, start + 5) for row in data.batch(number).anchors.tolist()}
+    anchors = [{(index, anchor) for number in range(start, start + 5) for batch in [data.batch(number)]
+                for index, count in zip(batch.sample_indices, batch.packing.num_blocks, strict=True)
+                for anchor in batch.anchors[:count].tolist()}
                for start in (0, 5)]
     assert anchors[0] != anchors[1]
 
@@ -157,8 +168,9 @@ def test_learning_rate_warms_up_and_ends_low():
 
 
 def test_gradients_accumulate_to_those_of_one_large_batch(tiny_store, tiny_llama, tmp_path):
-    one = Trainer(tiny_store, tiny_llama, tmp_path / "a", replace(OPTIONS, batch_samples=4, accumulate=1))
-    two = Trainer(tiny_store, tiny_llama, tmp_path / "b", replace(OPTIONS, batch_samples=2, accumulate=2))
+    options = replace(OPTIONS, batch_samples=4)
+    one = Trainer(tiny_store, tiny_llama, tmp_path / "a", options)
+    two = Trainer(tiny_store, tiny_llama, tmp_path / "b", options, Compute(accumulate=2))
     first, second = one.train_step(), two.train_step()
     assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
     assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
@@ -345,7 +357,7 @@ def assert_same_weights(one, other):
 def without_seconds(run):
     """The log's rows without what may differ from run to run."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "wait_s")} for row in rows]
 
 
 def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tiny_store, tiny_llama, tmp_path):

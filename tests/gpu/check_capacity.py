@@ -120,7 +120,7 @@ def check_training(target, folder: Path, ids: list[int], device: str, changes: d
     from dflash_lib.drafter.inference import head_rows
     from dflash_lib.drafter.network import DFlashDrafter
     from dflash_lib.drafter.objective import TargetEnds, batch_loss
-    from dflash_lib.drafter.training import TrainOptions, drafter_config
+    from dflash_lib.drafter.recipe import TrainOptions, drafter_config
     from dflash_lib.workbench.peak_memory import training_memory
 
     options = TrainOptions(**TRAINING, **changes)

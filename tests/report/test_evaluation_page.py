@@ -16,7 +16,7 @@ from dflash_lib.decoding.speculative import Step, speculative_generate
 from dflash_lib.drafter import TrainedDrafter, TrainOptions, export_zlab
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.training import drafter_config
+from dflash_lib.drafter.recipe import drafter_config
 from dflash_lib.files import read_json
 from dflash_lib.report.evaluation_page import OutputError, claim_folder
 from dflash_lib.target.loading import Target, load_target

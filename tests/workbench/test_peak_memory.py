@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.training import Trainer, TrainOptions, drafter_config
+from dflash_lib.drafter.recipe import TrainOptions, drafter_config
+from dflash_lib.drafter.training import Trainer
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.errors import TargetError

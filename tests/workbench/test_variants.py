@@ -7,7 +7,7 @@ import pytest
 
 from dflash_lib.decoding.eval_prompts import EvalPrompt
 from dflash_lib.decoding.evaluation import answer_prompts
-from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.workbench.parameters import all_declarations
 from dflash_lib.workbench.runs import notebook_paths
 from dflash_lib.workbench.variants import Outcome, Variant, run_variants, train_options
