@@ -156,7 +156,7 @@ class TrainingData:
         return [(epoch, self.samples[int(self._permutation(epoch)[offset])]) for epoch, offset in places]
 
     def batch(self, index: int) -> Batch:
-        """Batch number `index`, see `chosen`, in one piece. What the next one needs is fetched from the disk meanwhile."""
+        """Batch number `index`, see `chosen`, in one piece. What the next one needs is fetched from the disk."""
         self._read_ahead(index + 1)
         return self.collate(self.chosen(index))
 

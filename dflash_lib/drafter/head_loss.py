@@ -60,5 +60,4 @@ def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, kl_weight: float,
     labels int64 [n]; kl_weight and what `targets` returns: as in `losses.row_losses`. Memory beside the result: a chunk
     of CHUNK_BYTES of logits a few times.
     """
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _HeadLoss.apply(hidden, head, labels, kl_weight, targets)
+    return _HeadLoss.apply(hidden, head, labels, kl_weight, targets)

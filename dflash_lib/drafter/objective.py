@@ -26,6 +26,7 @@ test that shows it (tests/drafter/speculators_parity.py, `test_difference_*`):
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -90,15 +91,17 @@ def batch_loss(network: nn.Module, ends: TargetEnds, batch: Batch, kl_weight: fl
                dpace_alpha: float | None = None) -> LossParts:
     """(1 - kl_weight) * cross-entropy on the data + kl_weight * KL to the target's distribution, over the head's rows.
 
-    network: a DFlashDrafter, or what wraps one. Labels outside the draft vocabulary carry no loss but count as missed.
+    network: a DFlashDrafter, or what wraps one; a bfloat16 head has it computed in bfloat16, too (autocast). Labels outside the draft vocabulary carry no loss but count as missed.
     The target's distribution for position p is head(norm(last state at p - 1)), restricted to the same rows, or what
     its stored top-k logits say of it (`losses.row_losses`). dpace_alpha: slots weigh what `blocks.dpace_weights` says
     instead of the batch's weights, and weight_sum is their number. Raises ValueError for a KL loss on a store without
     last states and top logits, and for D-PACE on blocks that do not train all their slots.
     """
     embedded = ends.embed(batch.input_ids)
-    hidden = network(embedded, batch.anchors, batch.aux_hidden_states.to(embedded.dtype), batch.positions,
-                     batch.packing, batch.slots)
+    half = ends.head.dtype == torch.bfloat16
+    with torch.autocast(embedded.device.type, torch.bfloat16) if half else nullcontext():
+        hidden = network(embedded, batch.anchors, batch.aux_hidden_states.to(embedded.dtype), batch.positions,
+                         batch.packing, batch.slots)
     supervised = batch.weights > 0
     block, _ = torch.nonzero(supervised, as_tuple=True)
     slot = batch.slots[supervised]

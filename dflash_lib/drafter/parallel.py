@@ -61,7 +61,7 @@ def wrap(network: nn.Module, device: torch.device, shard: bool, precision: str) 
     if num_ranks() == 1:
         return network
     return nn.parallel.DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None,
-                                               gradient_as_bucket_view=True, broadcast_buffers=False)
+                                               gradient_as_bucket_view=True)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ class TrainOptions:
     slots (the published 4 for block 8 suits long training; where only the first slots are ever accepted, a smaller one
     learns faster); slot_weighting: "decay" (gamma's) or "dpace" (`blocks.dpace_weights` with dpace_alpha; all slots);
     kl_weight: share of the KL to the target's distribution in the loss, the rest is cross-entropy; average: decay of
-    the weight average that is validated and saved, 0 = none; final_learning_rate: share of learning_rate where the cosine
-    ends; precision: of the drafter's arithmetic; weights, optimizer and loss are float32 with "bfloat16" as well
+    the weight average that is validated and saved, 0 = none; final_learning_rate: share of learning_rate where the
+    cosine ends; precision: of the drafter's arithmetic; weights, optimizer and loss are float32 with "bfloat16" as well
     ("float64", of everything, is for comparing implementations).
 
     spike_factor: a step whose gradient norm is more than this many times the median of the last 100 changes nothing and

@@ -179,8 +179,7 @@ class Trainer:
         options, sums, broken = self.options, 0.0, []
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
-            with (parallel.gradients_shared(self.module, number == len(batches) - 1),
-                  torch.autocast(self.device.type, torch.bfloat16, enabled=options.precision == "bfloat16")):
+            with parallel.gradients_shared(self.module, number == len(batches) - 1):
                 parts = batch_loss(self.module, self.ends, batch, options.kl_weight,
                                    options.dpace_alpha if options.slot_weighting == "dpace" else None)
                 parts.loss_sum.backward()

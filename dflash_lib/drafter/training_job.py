@@ -66,8 +66,8 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     which: "new", "continues" or "finished".
 
     dtype: of the target's modules (the drafter's weights are float32); device: "cuda" is one GPU a process; compute:
-    how many processes and how each step is divided, which may be another when a stopped run goes on; show: print a progress
-    line; on_row: gets each row of log.jsonl as it is written. Raises Locked while another process trains in the folder,
+    how many processes and how each step is divided, which may be another when a stopped run goes on; show: print a
+    progress line; on_row: gets each row of log.jsonl as it is written. Raises Locked while another process trains in the folder,
     LaunchError with the worker's traceback when it fails.
     """
     folder, plan, compute = Path(folder).resolve(), ExtractionPlan.load(store), compute or Compute()

@@ -122,7 +122,7 @@ def test_difference_sliding_windows_lower_bound(target, greedy, tmp_path, monkey
     assert torch.equal(seen[:, 30:], theirs[:, 30:]), "both are causal inside the block"
 
     def their_bound(anchors, slots, block_size, num_context, sliding_window):
-        mask = attention_mask(anchors, slots, block_size, num_context, num_context + block_size)  # causal, whole context
+        mask = attention_mask(anchors, slots, block_size, num_context, num_context + block_size)  # causal, all of it
         position, edge = torch.arange(num_context), anchors[:, None, None] - sliding_window
         mask[..., :num_context] = (position >= edge) & (position < anchors[:, None, None])
         return mask
