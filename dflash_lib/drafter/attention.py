@@ -85,7 +85,10 @@ class SdpaAttention:
                  context_values: Tensor) -> Tensor:
         """queries [N, A, M, D]; keys, values of the blocks [G, A, S, D], of the context [G, T, D] -> [N, A, M, D]."""
         parts = []
-        for context, blocks, mask in self.groups:
+        for number, (context, blocks, mask) in enumerate(self.groups):
+            if mask.dtype == torch.bool:  # what the kernels would make of it, once for all layers
+                mask = torch.zeros_like(mask, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
+                self.groups[number] = (context, blocks, mask)
             group = queries[:, blocks]
             out = F.scaled_dot_product_attention(
                 group.flatten(1, 2)[None],

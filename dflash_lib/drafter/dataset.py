@@ -5,6 +5,7 @@ epochs are seeded permutations of the training samples, and anchors are drawn an
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,6 +136,7 @@ class TrainingData:
         self.anchors_per_sample, self.block_size = anchors_per_sample, block_size
         self.mask_token_id, self.gamma, self.need_last = mask_token_id, gamma, need_last
         self._permutations: dict[int, Tensor] = {}
+        self._lock = threading.Lock()  # batches are made by one thread, while another may ask what was in one
 
     def epoch_order(self, epoch: int) -> list[int]:
         """The training samples in this epoch's order."""
@@ -142,11 +144,13 @@ class TrainingData:
 
     def _permutation(self, epoch: int) -> Tensor:
         """Places in `samples` in this epoch's order, int64: drawn once, since of 800,000 samples it takes 10 ms."""
-        if epoch not in self._permutations:
-            self._permutations[epoch] = torch.randperm(len(self.samples), generator=seeded_generator(self.seed, epoch))
-            if len(self._permutations) > NUM_ORDERS:
-                del self._permutations[next(iter(self._permutations))]
-        return self._permutations[epoch]
+        with self._lock:
+            if epoch not in self._permutations:
+                self._permutations[epoch] = torch.randperm(len(self.samples),
+                                                           generator=seeded_generator(self.seed, epoch))
+                if len(self._permutations) > NUM_ORDERS:
+                    del self._permutations[next(iter(self._permutations))]
+            return self._permutations[epoch]
 
     def chosen(self, index: int) -> list[tuple[int, int]]:
         """(epoch, sample index) of each sample of batch number `index` of the endless stream of epochs; it may span two

@@ -23,12 +23,11 @@ Targets = Callable[[slice], Tensor | TopTargets | None]  # of slots: the target'
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, kl_weight: float,
-                targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, kl_weight: float, targets: Targets,
+                rows: int) -> tuple[Tensor, Tensor, Tensor]:
         num, wide = len(hidden), torch.promote_types(head.dtype, torch.float32)
         loss, cross_entropy = (torch.empty(num, dtype=wide, device=hidden.device) for _ in range(2))
         best, gradient = torch.empty_like(labels), torch.empty_like(hidden, dtype=wide)
-        rows = chunk_rows(head)
         for first in range(0, num, rows):
             chunk = slice(first, min(first + rows, num))
             logits = (hidden[chunk].to(head.dtype) @ head.T).to(wide)
@@ -41,23 +40,23 @@ class _HeadLoss(torch.autograd.Function):
         return loss, cross_entropy, best
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradient, = ctx.saved_tensors
-        return (gradient * grad_loss[:, None]).to(ctx.dtype), None, None, None, None
+        return (gradient * grad_loss[:, None]).to(ctx.dtype), None, None, None, None, None
 
 
-def chunk_rows(head: Tensor) -> int:
-    """How many slots' logits are formed at once for a head [V, H]."""
-    limit = CHUNK_BYTES.get(head.device.type, CHUNK_BYTES["cpu"])
+def chunk_rows(head: Tensor, device_type: str = "") -> int:
+    """How many slots' logits are formed at once for a head [V, H]: on its own device, or on one of `device_type`."""
+    limit = CHUNK_BYTES.get(device_type or head.device.type, CHUNK_BYTES["cpu"])
     return max(1, limit // (len(head) * torch.promote_types(head.dtype, torch.float32).itemsize))
 
 
-def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, kl_weight: float,
-              targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, kl_weight: float, targets: Targets,
+              rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, cross-entropy, best row) of each slot, [n] each; only the loss has a gradient, and only in `hidden`.
 
     hidden [n, H]; head [V, H], frozen, whose dtype is the one of the products (logits are float32 or wider);
-    labels int64 [n]; kl_weight and what `targets` returns: as in `losses.row_losses`. Memory beside the result: a chunk
-    of CHUNK_BYTES of logits a few times.
+    labels int64 [n]; kl_weight and what `targets` returns: as in `losses.row_losses`; rows: slots at once
+    (`chunk_rows`). Memory beside the result: a chunk of logits a few times.
     """
-    return _HeadLoss.apply(hidden, head, labels, kl_weight, targets)
+    return _HeadLoss.apply(hidden, head, labels, kl_weight, targets, rows)

@@ -45,13 +45,20 @@ from dflash_lib.hidden_states.store import HiddenStateStore
 class TargetEnds:
     """The frozen parts of the target that a drafter uses: embedding module, final norm module, head rows [V', H] (all
     or those of the draft vocabulary; their dtype is that of the head's products) and `draft_vocab` int64 [V'] (None =
-    all). wide: dtype of embeddings, float32 or float64."""
+    all). wide: dtype of embeddings, float32 or float64; device_type: "cpu" or "cuda" where it is not the
+    head's own (to tell memory beforehand)."""
 
     embedding: nn.Module
     final_norm: nn.Module
     head: Tensor
     draft_vocab: Tensor | None
     wide: torch.dtype = torch.float32
+    device_type: str = ""
+
+    @property
+    def rows(self) -> int:
+        """How many slots' logits are formed at once."""
+        return chunk_rows(self.head, self.device_type)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding, its scaling included, in the dtype `wide`."""
@@ -117,7 +124,7 @@ def batch_loss(network: nn.Module, ends: TargetEnds, batch: Batch, kl_weight: fl
         last = batch.last_hidden_state_prenorm
         return None if last is None else ends.target_logits(last[row[chunk]])
 
-    loss, cross_entropy, best = head_loss(hidden[supervised], ends.head, labels, kl_weight, targets)
+    loss, cross_entropy, best = head_loss(hidden[supervised], ends.head, labels, kl_weight, targets, ends.rows)
     with torch.no_grad():
         if dpace_alpha is None:
             weights = batch.weights[supervised].to(loss.dtype) * known
@@ -158,9 +165,8 @@ def propose_everywhere(network: DFlashDrafter, ends: TargetEnds, input_ids: Tens
         tokens = torch.full((len(part), config.block_size), config.mask_token_id)
         tokens[:, 0] = input_ids[part]
         hidden = network.blocks(ends.embed(tokens.to(device)), part.to(device), context)[:, config.first_slot:]
-        rows = chunk_rows(ends.head)
         best = [F.linear(some.to(ends.head.dtype), ends.head).argmax(dim=-1)
-                for some in hidden.flatten(0, 1).split(rows)]
+                for some in hidden.flatten(0, 1).split(ends.rows)]
         drafted.append(ends.target_ids(torch.cat(best)).view(len(part), -1).cpu())
     return torch.cat(drafted)
 

@@ -102,7 +102,8 @@ def _mask_as_ids(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 class _EfficientAttention(TorchFunctionMode):
     """Scaled dot product attention that allocates what the memory-efficient kernels do: the output, a log-sum-exp a
-    query, and a boolean mask once more in the queries' type; never the scores."""
+    query, a boolean mask once more in the queries' type, and keys and values once more for query heads that share them
+    (enable_gqa); never the scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not F.scaled_dot_product_attention:
@@ -111,10 +112,38 @@ class _EfficientAttention(TorchFunctionMode):
         query, value, mask = given["query"], given["value"], given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty(mask.shape, dtype=query.dtype, device=META)
+        repeated = value.new_empty(2, *query.shape[:2], *value.shape[2:]) if query.shape[1] > value.shape[1] else None
         log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32, device=META)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        del mask, log_sum_exp
+        del mask, repeated, log_sum_exp
         return out
+
+
+class _TrainedAttention(_EfficientAttention):
+    """The same with a backward pass: the kernel keeps what came in, the output and the log-sum-exps. Keys and values
+    that query heads share are repeated for it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(_sdpa_arguments).bind(*args, **(kwargs or {})).arguments
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        group = query.shape[1] // key.shape[1]
+        if group > 1:
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return _AttentionMemory.apply(query, key, value)
+
+
+class _AttentionMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, torch.empty(query.shape[:-1], dtype=torch.float32, device=META))
+        return out
+
+    @staticmethod
+    def backward(ctx, _grad):
+        return tuple(tensor.new_empty(tensor.shape) for tensor in ctx.saved_tensors[:3])
 
 
 def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -289,12 +318,12 @@ def largest_batch(model: Path | str, layer_ids: Sequence[int], num_tokens: int, 
 
 
 def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainOptions, num_tokens: int, *,
-                    dtype: torch.dtype | str = "bfloat16") -> PeakMemory:
+                    dtype: torch.dtype | str = "bfloat16", device: str = "cuda") -> PeakMemory:
     """Peak memory of training on documents of `num_tokens` tokens, every anchor and slot of which is supervised.
 
     static: the whole target in `dtype` (the trainer loads it), the head's rows in float32, the drafter, its gradients,
     AdamW's two moments and the weight average. working: the batch, activations and loss, or validation's if that is
-    more. Raises ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
+    more; device: "cpu" or "cuda", which decides how many slots' logits exist at once. Raises ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
     """
     target = meta_target(model, dtype)
     ids = check_layer_ids(layer_ids, target.num_layers)
@@ -311,7 +340,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
         network = DFlashDrafter(config)
         vocabulary = None if options.draft_vocab_size is None else torch.empty(num_rows, dtype=torch.int64)
         head = torch.empty(num_rows, config.hidden_size, dtype=torch.float32)
-    ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary)
+    ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary,
+                      device_type=torch.device(device).type)
     drafter_bytes = _static(network)
     shared = target.head.weight.dtype == torch.float32 and vocabulary is None  # .float() then copies nothing
     parts = {"target": _static(target.model), "head rows (float32)": 0 if shared else head.nbytes,
@@ -323,14 +353,16 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
         base = tracker.now
         batch = _meta_batch(options, num_tokens, config.hidden_size, len(ids))
         dpace_alpha = options.dpace_alpha if options.slot_weighting == "dpace" else None
-        batch_loss(network, ends, batch, options.kl_weight, dpace_alpha).loss_sum.backward()
+        with _TrainedAttention():
+            batch_loss(network, ends, batch, options.kl_weight, dpace_alpha).loss_sum.backward()
         step = tracker.peak - base - drafter_bytes  # the gradients stand above
         del batch
         network.zero_grad(set_to_none=True)
         tracker.peak = tracker.now
         anchors = torch.zeros(min(256, num_tokens - 1), dtype=torch.long)
-        propose_everywhere(network, ends, torch.zeros(num_tokens, dtype=torch.long),
-                           torch.empty(num_tokens, len(ids), config.hidden_size, device=META), anchors)
+        with _EfficientAttention():
+            propose_everywhere(network, ends, torch.zeros(num_tokens, dtype=torch.long),
+                               torch.empty(num_tokens, len(ids), config.hidden_size, device=META), anchors)
         # a network of its own that holds the average, while gradients are gone
         validation = tracker.peak - base + (drafter_bytes if options.average else 0) - drafter_bytes
     return PeakMemory(static=sum(parts.values()), working=max(step, validation),

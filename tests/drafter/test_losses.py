@@ -125,7 +125,8 @@ def test_the_chunked_head_equals_whole_logits(rows, kl_weight, monkeypatch):
     assert chunk_rows(head) == rows
     slow = mixed(hidden @ head.T, labels, kl_weight, target_logits)
     expected, = torch.autograd.grad((slow * weights).sum(), hidden)
-    loss, cross_entropy, best = head_loss(hidden, head, labels, kl_weight, lambda part: target_logits[part].clone())
+    loss, cross_entropy, best = head_loss(hidden, head, labels, kl_weight, lambda part: target_logits[part].clone(),
+                                          chunk_rows(head))
     found, = torch.autograd.grad((loss * weights).sum(), hidden)
     assert torch.allclose(loss, slow, atol=1e-12) and torch.allclose(found, expected, atol=1e-12)
     assert torch.equal(best, (hidden @ head.T).argmax(-1)) and not cross_entropy.requires_grad
@@ -136,8 +137,8 @@ def test_a_bfloat16_head_rounds_its_products_only():
     torch.manual_seed(0)
     head, hidden = torch.randn(40, 16), torch.randn(5, 16, requires_grad=True)
     labels = torch.randint(0, 40, (5,))
-    loss, *_ = head_loss(hidden, head.bfloat16(), labels, 0.0, lambda _: None)
-    whole, *_ = head_loss(hidden, head, labels, 0.0, lambda _: None)
+    loss, *_ = head_loss(hidden, head.bfloat16(), labels, 0.0, lambda _: None, 2)
+    whole, *_ = head_loss(hidden, head, labels, 0.0, lambda _: None, 2)
     assert loss.dtype == torch.float32 and 0 < (loss - whole).abs().max() < 0.1
     loss.sum().backward()
     assert hidden.grad.dtype == torch.float32
