@@ -65,10 +65,10 @@ class OpenFile:
     def __init__(self, path: Path):
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def close(self) -> None:
+    def close(self, _close=os.close) -> None:  # a default: at the interpreter's end `os` may be gone by now
         """Closes it; once is enough."""
         if getattr(self, "fd", -1) >= 0:
-            os.close(self.fd)
+            _close(self.fd)
             self.fd = -1
 
     __del__ = close
