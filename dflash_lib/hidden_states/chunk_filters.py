@@ -1,9 +1,10 @@
 """Undoes HDF5's filters on one chunk, outside HDF5.
 
-HDF5 runs its filters under a lock that h5py holds for the whole process, so a thread that reads ahead would stop the
-one that computes, and it sums up and unshuffles a byte at a time. Here each step lets other threads run (NumPy's and
-Arrow's own loops), and the shuffle is undone for the rows that are asked for only. The filters are those of `schema.
-create_states`: shuffle (where a value has several bytes), Zstd, Fletcher-32; a chunk's filter mask is obeyed.
+HDF5 works on one chunk at a time, under a lock of the whole process: a second thread that reads through it, to train
+ahead or to validate, waits for the first. Here any number of threads decode chunks at the same time, each step lets
+other threads run (NumPy's and Arrow's own loops), and the shuffle is undone for the rows that are asked for only. The
+filters are those of `schema.create_states`: shuffle (where a value has several bytes), Zstd, Fletcher-32; a chunk's
+filter mask is obeyed.
 """
 
 import threading

@@ -5,8 +5,8 @@ compared with the checksum that the writer left of each sample: HDF5's own way r
 around them, 2 MiB each, for samples that may be smaller (measured: 4 times slower than a safetensors file a sample,
 where this is 4 times faster). Nor has a file to be opened by HDF5 again once its layout is known, which would take
 longer than many a sample. Compressed rows are read in the same way, whole chunks with the checksum of each, and decoded
-here (`chunk_filters`), since HDF5 would do that under a lock. Datasets that are not as this library writes them, and
-uncompressed ones of stores without checksums of samples, come through HDF5, which compares each chunk's.
+here (`chunk_filters`), since HDF5 does that for one thread at a time only. Datasets that are not as this library writes
+them, and uncompressed ones of stores without checksums of samples, come through HDF5, which compares each chunk's.
 """
 
 import os
@@ -20,6 +20,7 @@ import xxhash
 
 from dflash_lib.hidden_states.chunk_filters import CHECKSUM_BYTES, ChunkFilters, RecentChunks
 from dflash_lib.hidden_states.schema import LAST_ROWS, RAW_TYPES, SAMPLE_HASHES, SMALL, StateDataset, StoreError
+from dflash_lib.hidden_states.side_threads import SideThreads
 
 
 class _Rows:
@@ -40,17 +41,20 @@ class _Rows:
             raise OSError(f"{self.name}: has {len(found)} chunks for {self.num_rows} rows")
         self.chunks, self.sizes, self.masks = np.array([found[i] for i in range(len(found))], np.int64).reshape(-1, 3).T
 
-    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The chunks that hold rows start:stop: number, first row in it, number of rows of it."""
+    def parts(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """The chunks that hold rows start:stop: number, first row in it, number of rows of it, and how many came before
+        these."""
+        found, first = [], start
         while start < stop:
             number, row = divmod(start, self.chunk_rows)
             num = min(self.chunk_rows - row, stop - start)
-            yield number, row, num
+            found.append((number, row, num, start - first))
             start += num
+        return found
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """First byte and number of bytes of each run of rows start:stop; of compressed ones their whole chunks."""
-        for number, row, num in self.parts(start, stop):
+        for number, row, num, _ in self.parts(start, stop):
             yield self.span(number) if self.hashes is None else (
                 int(self.chunks[number]) + row * self.row_bytes, num * self.row_bytes)
 
@@ -114,9 +118,9 @@ class ShardLayout:
         return rows.hashes is not None or rows.filters is not None
 
     def read_rows(self, fd: int, stored: StateDataset, start: int, stop: int, sample: int,
-                  recent: RecentChunks) -> np.ndarray:
+                  recent: RecentChunks, threads: SideThreads) -> np.ndarray:
         """Raw rows start:stop of a dataset, which are those of sample number `sample`, from the opened file. recent:
-        chunks that need not be decompressed again.
+        chunks that need not be decompressed again; threads: over which compressed ones are spread.
 
         Raises OSError when they cannot be read, OSError or StoreError when they are not what was written.
         """
@@ -125,18 +129,18 @@ class ShardLayout:
             raise OSError(f"{stored.name}: rows {start} to {stop} of {rows.num_rows}")
         raw = np.empty((stop - start, *stored.row_shape), RAW_TYPES[stored.dtype][1])
         if rows.filters is not None:
-            self._read_chunks(fd, rows, start, stop, raw, recent)
+            threads.each(lambda parts: self._read_chunks(fd, rows, parts, raw, recent), rows.parts(start, stop))
             return raw
         _read_into(fd, raw, rows.spans(start, stop), stored.name)
         if xxhash.xxh3_64_intdigest(raw) != int(rows.hashes[sample]):
             raise StoreError(f"{stored.name}: the rows of its sample {sample} are not what was written")
         return raw
 
-    def _read_chunks(self, fd: int, rows: _Rows, start: int, stop: int, raw: np.ndarray, recent: RecentChunks) -> None:
-        """Fills `raw` with compressed rows start:stop. The bytes in the file are read and compared with their checksum
-        each time, of chunks too whose values are still there."""
-        filled = 0
-        for number, row, num in rows.parts(start, stop):
+    def _read_chunks(self, fd: int, rows: _Rows, parts: list[tuple[int, int, int, int]], raw: np.ndarray,
+                     recent: RecentChunks) -> None:
+        """Fills `raw` with compressed rows, of `_Rows.parts`. The bytes in the file are read and compared with their
+        checksum each time, of chunks too whose values are still there."""
+        for number, row, num, to in parts:
             (offset, size), mask, where = rows.span(number), int(rows.masks[number]), f"{rows.name}, chunk {number}"
             chunk = np.empty(size, np.uint8)
             _read_into(fd, chunk, [(offset, size)], rows.name)
@@ -146,8 +150,7 @@ class ShardLayout:
             if decoded is None:
                 decoded = rows.filters.decode(covered, mask, where)
                 recent.put(key, checksum, decoded)
-            rows.filters.copy_rows(decoded, row, raw[filled:filled + num])
-            filled += num
+            rows.filters.copy_rows(decoded, row, raw[to:to + num])
 
     def read_small(self, fd: int, name: str, start: int, stop: int) -> np.ndarray:
         """Values start:stop of one of the small datasets, from the opened file. Raises OSError."""

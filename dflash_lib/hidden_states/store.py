@@ -40,6 +40,7 @@ from dflash_lib.hidden_states.schema import (
     shard_name,
 )
 from dflash_lib.hidden_states.shard_layout import OpenFile, ShardLayout
+from dflash_lib.hidden_states.side_threads import SideThreads
 
 UNREADABLE = (OSError, KeyError, ValueError, RuntimeError)  # what h5py raises for a damaged file, by what is damaged
 NUM_OPEN_FILES = 32
@@ -145,10 +146,11 @@ class HiddenStateStore:
     Any number of threads may use one store: what it keeps is looked up under a lock, and samples are read outside of
     it, at the same time; those that must come through HDF5, which has a lock of its own, one after another. A file that
     is being read from stays open until it was, though another thread closes the store or opens many others.
+    decode_threads: over so many the compressed chunks of a sample are spread; what is read is the same.
     """
 
-    def __init__(self, folder: Path, plan: ExtractionPlan, shards: dict[int, ShardIndex]):
-        self.folder, self.plan, self.shards = folder, plan, shards
+    def __init__(self, folder: Path, plan: ExtractionPlan, shards: dict[int, ShardIndex], decode_threads: int = 1):
+        self.folder, self.plan, self.shards, self.decode_threads = folder, plan, shards, decode_threads
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
         self._layouts: OrderedDict[int, ShardLayout] = OrderedDict()
@@ -159,12 +161,12 @@ class HiddenStateStore:
         """Holds no file, nor anything else that is this process's alone."""
         self._files: OrderedDict[int, h5py.File] = OrderedDict()
         self._fds: OrderedDict[int, OpenFile] = OrderedDict()
-        self._recent = RecentChunks(CACHE_BYTES)
+        self._recent, self._threads = RecentChunks(CACHE_BYTES), SideThreads(self.decode_threads)
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, folder: Path | str, allow_incomplete: bool = False) -> "HiddenStateStore":
+    def open(cls, folder: Path | str, allow_incomplete: bool = False, decode_threads: int = 1) -> "HiddenStateStore":
         """Opens the store in `folder`.
 
         Raises StoreError when it has no plan, when shards are damaged, and, unless `allow_incomplete`, when shards are
@@ -182,7 +184,7 @@ class HiddenStateStore:
             shown = ", ".join(map(shard_name, missing[:3])) + (", ..." if len(missing) > 3 else "")
             raise StoreError(f"{folder}: {len(missing)} of {len(plan.shards)} shards are missing ({shown}). "
                              "Start the extraction again (04_extract): it does what is missing.")
-        return cls(folder, plan, shards)
+        return cls(folder, plan, shards, decode_threads)
 
     def require(self, target: dict[str, str] | None = None, target_layer_ids: Sequence[int] | None = None,
                 data_fingerprint: str | None = None) -> None:
@@ -307,10 +309,11 @@ class HiddenStateStore:
         shard, row = self._locate(sample_index)
         layout = self._layout(shard)
         with self._named(shard, sample_index):
-            file = self._fd(shard)
+            file, threads = self._fd(shard), self._threads
             tensors = {stored.name: from_raw(
-                layout.read_rows(file.fd, stored, first, end, row, self._recent) if layout.is_direct(stored) else
-                self._read_through_hdf5(shard, stored, first, end)) for stored, first, end in layout.ranges(row)}
+                layout.read_rows(file.fd, stored, first, end, row, self._recent, threads)
+                if layout.is_direct(stored) else self._read_through_hdf5(shard, stored, first, end))
+                for stored, first, end in layout.ranges(row)}
         if LAST_ROWS in tensors:
             tensors[LAST_ROWS] = tensors[LAST_ROWS] - int(layout.offsets[row])
         return EncodedSample(tensors)
@@ -355,6 +358,7 @@ class HiddenStateStore:
             while self._files:
                 self._files.popitem()[1].close()
             self._fds.clear()
+            self._threads = SideThreads(self.decode_threads)  # the others end when no read has them any more
 
     def __enter__(self) -> "HiddenStateStore":
         return self
@@ -363,7 +367,7 @@ class HiddenStateStore:
         self.close()
 
     def __getstate__(self) -> dict:
-        own = ("_files", "_fds", "_recent", "_lock")  # of this process: a spawned worker opens its own
+        own = ("_files", "_fds", "_recent", "_threads", "_lock")  # of this process: a spawned worker opens its own
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict) -> None:

@@ -253,13 +253,14 @@ FORMS = [{"encoding": "bf16+zstd", "last_state": "supervised"}, {"encoding": "fp
          {"encoding": "fp8+zstd", "last_state": "topk", "topk": 4}]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_compressed_store_is_read_without_hdf5(tiny_llama, prepared, tmp_path, form, monkeypatch):
+def test_a_compressed_store_is_read_without_hdf5(tiny_llama, prepared, tmp_path, form, threads, monkeypatch):
     make_store(tmp_path / "store", tiny_llama, prepared, **form)
     with monkeypatch.context() as patch, HiddenStateStore.open(tmp_path / "store") as store:
         patch.setattr(ChunkFilters, "of", classmethod(lambda *_: None))
         wanted = {index: store.read_encoded(index).tensors for index in store.sample_indices}
-    with HiddenStateStore.open(tmp_path / "store") as store:
+    with HiddenStateStore.open(tmp_path / "store", decode_threads=threads) as store:
         store.read_ahead(store.sample_indices)  # knows the layouts now
         store.close()
         monkeypatch.setattr(h5py, "File", None)
@@ -319,6 +320,7 @@ def test_threads_share_a_store(tiny_llama, prepared, tmp_path, form, monkeypatch
     make_store(tmp_path / "store", tiny_llama, prepared, **{k: v for k, v in form.items() if k != "through"})
     with HiddenStateStore.open(tmp_path / "store") as store:
         wanted = {index: store.read(index).aux_hidden_states for index in store.sample_indices}
+        store.decode_threads = 2
         faults, done = [], threading.Event()
 
         def read(seed: int) -> None:
@@ -345,7 +347,7 @@ def test_threads_share_a_store(tiny_llama, prepared, tmp_path, form, monkeypatch
 
 def test_a_fork_while_another_thread_has_the_lock(tiny_llama, prepared, tmp_path):
     make_store(tmp_path / "store", tiny_llama, prepared, encoding="bf16+zstd")
-    store = HiddenStateStore.open(tmp_path / "store")
+    store = HiddenStateStore.open(tmp_path / "store", decode_threads=2)
     wanted, has_it, done = store.read(0).aux_hidden_states, threading.Event(), threading.Event()
 
     def hold() -> None:
