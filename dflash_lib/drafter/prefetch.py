@@ -98,4 +98,4 @@ class Prefetched(Generic[T]):
             with self._changed:
                 self._ready.append(item)
                 self._changed.notify_all()
-            del item  # or it would stay in memory while the next one is waited for
+            del item  # or it would stay in memory, though the loop is done with it, while the next one is made

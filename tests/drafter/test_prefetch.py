@@ -118,6 +118,27 @@ def test_items_are_let_go():
     assert all(ref() is None for ref in made)
 
 
+def test_the_thread_keeps_nothing_of_the_item_before_the_one_that_it_makes():
+    class Item:
+        pass
+
+    made, second, go_on = [], threading.Event(), threading.Event()
+
+    def make(number: int) -> Item:
+        if number == 1:
+            second.set()
+            assert go_on.wait(SOON)
+        made.append(weakref.ref(item := Item()))
+        return item
+
+    with Prefetched(make, 0, 3) as items:
+        assert second.wait(SOON)
+        item = items.next()
+        del item
+        assert made[0]() is None
+        go_on.set()
+
+
 def test_an_exception_comes_where_its_item_would_with_its_traceback():
     def breaks_in_here(number: int) -> int:
         raise RuntimeError(f"no item {number}")
