@@ -44,8 +44,8 @@ class Prefetched(Generic[T]):
         # a daemon, and stopped by atexit: a thread of the other kind, waiting for room in a block that nobody leaves,
         # would keep the interpreter from ever ending
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        atexit.register(self._stop)
         self._thread.start()
+        atexit.register(self._stop)
         return self
 
     def __exit__(self, *_) -> None:
@@ -98,4 +98,4 @@ class Prefetched(Generic[T]):
             with self._changed:
                 self._ready.append(item)
                 self._changed.notify_all()
-            del item  # or it would stay in memory while the next one is waited for
+            del item  # or it would stay in memory, though the loop is done with it, while the next one is made
