@@ -102,8 +102,7 @@ def _mask_as_ids(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 class _EfficientAttention(TorchFunctionMode):
     """Scaled dot product attention that allocates what the memory-efficient kernels do: the output, a log-sum-exp a
-    query, a boolean mask once more in the queries' type, and keys and values once more for query heads that share them
-    (enable_gqa); never the scores."""
+    query, and a boolean mask once more in the queries' type; never the scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not F.scaled_dot_product_attention:
@@ -112,26 +111,21 @@ class _EfficientAttention(TorchFunctionMode):
         query, value, mask = given["query"], given["value"], given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty(mask.shape, dtype=query.dtype, device=META)
-        repeated = value.new_empty(2, *query.shape[:2], *value.shape[2:]) if query.shape[1] > value.shape[1] else None
         log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32, device=META)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        del mask, repeated, log_sum_exp
+        del mask, log_sum_exp
         return out
 
 
 class _TrainedAttention(_EfficientAttention):
     """The same with a backward pass: the kernel keeps what came in, the output and the log-sum-exps. Keys and values
-    that query heads share are repeated for it."""
+    that query heads share are not repeated (true of the CPU's kernel and of FlexAttention)."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(_sdpa_arguments).bind(*args, **(kwargs or {})).arguments
-        query, key, value = (given[name] for name in ("query", "key", "value"))
-        group = query.shape[1] // key.shape[1]
-        if group > 1:
-            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        return _AttentionMemory.apply(query, key, value)
+        return _AttentionMemory.apply(given["query"], given["key"], given["value"])
 
 
 class _AttentionMemory(torch.autograd.Function):
