@@ -5,6 +5,7 @@ drafter is walked along the target's own greedy answers, which counts what decod
 """
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +21,14 @@ from dflash_lib.drafter.training import TrainOptions
 from dflash_lib.drafter.training_job import start_training
 from dflash_lib.target.loading import Target
 
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
+
+def student_quantile(probability: float, free: float) -> float:
+    """The quantile of Student's t with `free` degrees of freedom (at least 1, whole or not), probability 0.5 to less
+    than 1: with t = sqrt(free) * tan(angle) its density is cos(angle) ** (free - 1), which is summed up."""
+    angles = np.linspace(0.0, math.pi / 2, 200_001)
+    density = np.cos(angles) ** (free - 1)
+    up_to = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(free) * math.tan(float(np.interp((2 * probability - 1) * up_to[-1], up_to, angles)))
 
 
 def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
@@ -72,7 +80,7 @@ class Outcome:
         mean, num = float(differences.mean()), len(differences)
         if num < 2:
             return Interval(mean, mean, mean)
-        half = STUDENT_T.get(num, STUDENT_T[8]) * float(differences.std(ddof=1)) / math.sqrt(num)
+        half = student_quantile(0.975, num - 1) * float(differences.std(ddof=1)) / math.sqrt(num)
         return Interval(mean, mean - half, mean + half)
 
 
@@ -95,6 +103,7 @@ def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int]
             place = folder / variant.name.replace("/", "-") / f"seed-{seed}"
             summary = start_training(place, store=variant.store, model=target.path, dtype=dtype, device=device,
                                      threads=threads, options=replace(variant.options, seed=seed), show=False)
+            shutil.rmtree(place / "checkpoints", ignore_errors=True)  # a finished training needs none: 10 times a drafter
             steps = training_walk(load_drafter(place / "last"), target, answers)
             counts[variant.name].append(np.array([[sum(s.num_new for s in prompt), len(prompt)] for prompt in steps],
                                                  np.float64))

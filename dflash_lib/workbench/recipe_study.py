@@ -1,0 +1,251 @@
+"""A recipe's parts, changed one at a time: what each level of a factor does to the acceptance length, beyond chance.
+
+A level is the base recipe with one thing changed. Its difference to the base is judged with both kinds of chance in it:
+over held-out prompts (paired) and over seeds (weights, split, order). Three seeds say little of the second for one pair
+of recipes, so its size is taken from all of them together, as in a two-way analysis of variance, which supposes that
+recipes are equally unsteady. With m levels the intervals are Bonferroni's: all of them hold together in 95 % of the
+studies, so that the best of many ties is not taken for a finding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dflash_lib.decoding.acceptance import Interval
+from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.workbench.variants import Outcome, student_quantile
+
+BASE = "base"
+CONFIDENCE = 0.95  # that all intervals of a study hold together
+FACTORS = {"learning_rate": "learning rate", "warm_start": "warm start", "loss": "loss", "gamma": "gamma (slots)",
+           "anchors_per_sample": "anchors a document", "slots_per_anchor": "slots trained a block",
+           "num_layers": "drafter layers", "average": "weight average", "sample_from_anchor": "anchor's slot drafts"}
+PUBLISHED_GAMMA = {16: 7.0, 10: 5.0}  # by block_size; 4 for 8
+BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
+
+
+@dataclass(frozen=True)
+class Level:
+    """factor: a key of FACTORS; name: the value that it has here, as text; options: the base's but for that."""
+
+    factor: str
+    name: str
+    options: TrainOptions
+
+    @property
+    def variant(self) -> str:
+        """A name of its own among all levels."""
+        return f"{self.factor}={self.name}"
+
+
+def levels(base: TrainOptions, factors: Sequence[str] = (), last_state: bool = True) -> list[Level]:
+    """Every level of `factors` (none = all) that is not the base itself.
+
+    last_state: whether the store has the target's last state or its top logits, without which levels with a KL in
+    their loss are left out. Raises ValueError for factors that there are not.
+    """
+    unknown = sorted(set(factors) - set(FACTORS))
+    if unknown:
+        raise ValueError(f"factors {unknown}: not among {', '.join(FACTORS)}")
+    found = []
+    for factor, name, changes in _table(base):
+        options = replace(base, **changes)
+        if options != base and factor in (factors or FACTORS) and (last_state or options.kl_weight == 0):
+            found.append(Level(factor, name, options))
+    return found
+
+
+def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
+    """(factor, name, changed options) of every level, those that equal the base included."""
+    rate, every = base.learning_rate, base.block_size - 1
+    gamma = PUBLISHED_GAMMA.get(base.block_size, 4.0)
+    return [
+        *(("learning_rate", f"{times * rate:.3g}", {"learning_rate": times * rate}) for times in (0.4, 2.5)),
+        *(("warm_start", "on" if on else "off", {"warm_start": on}) for on in (True, False)),
+        *(("loss", _loss_name(weight), {"kl_weight": weight}) for weight in (0.0, 0.7, 1.0)),
+        *(("gamma", f"{value:g}", {"gamma": value}) for value in (0.75, 1.5)),
+        ("gamma", f"{gamma:g} (published)", {"gamma": gamma}),
+        *(("anchors_per_sample", str(num), {"anchors_per_sample": num}) for num in (8, 32, 64)),
+        ("slots_per_anchor", "2", {"slots_per_anchor": min(2, every)}),
+        ("slots_per_anchor", f"all {every}", {"slots_per_anchor": max(every, base.slots_per_anchor)}),
+        *(("num_layers", str(num), {"num_layers": num}) for num in (1, 2, 3)),
+        ("average", "0.99", {"average": 0.99}), ("average", "none", {"average": 0.0}),
+    ]
+
+
+def _loss_name(kl_weight: float) -> str:
+    return {0.0: "cross-entropy", 1.0: "KL alone"}.get(kl_weight, f"KL {kl_weight:g}")
+
+
+def base_values(base: TrainOptions) -> dict[str, str]:
+    """The base's own value of each factor, as text."""
+    named = {factor: name for factor, name, changes in _table(base) if replace(base, **changes) == base}
+    own = {"learning_rate": f"{base.learning_rate:.3g}", "loss": _loss_name(base.kl_weight)}
+    return {factor: named.get(factor) or own.get(factor) or str(getattr(base, factor)) for factor in FACTORS
+            if factor in named or factor in own or hasattr(base, factor)}
+
+
+def levels_table(of_levels: Sequence[Level], values: dict[str, str]):
+    """A row a factor, the base's value and the levels, as a pandas DataFrame of text."""
+    import pandas as pd
+
+    rows = [[FACTORS[factor], factor, values[factor],
+             ", ".join(level.name for level in of_levels if level.factor == factor)]
+            for factor in dict.fromkeys(level.factor for level in of_levels)]
+    return pd.DataFrame(rows, columns=["factor", "name in `factors`", "base", "levels"]).set_index("factor")
+
+
+def spread(items: Sequence[Any], num: int | None) -> list[Any]:
+    """`num` of the items, evenly spaced over all of them; None or more than there are = all."""
+    if num is None or num >= len(items):
+        return list(items)
+    return [items[i * len(items) // num] for i in range(num)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One level against the base.
+
+    difference: acceptance length minus the base's, with the interval that holds for all levels together (module's
+    docstring); prompts, seeds: its 95 % intervals over either alone; cost: seconds of training over the base's, the
+    median of the seeds; verdict: BETTER, WORSE, WITHIN, or NOT_JUDGED without two seeds and two prompts.
+    """
+
+    level: Level
+    outcome: Outcome
+    difference: Interval
+    prompts: Interval
+    seeds: Interval
+    cost: float
+    verdict: str
+
+
+def compare(base: Outcome, outcomes: Sequence[Outcome], of_levels: Sequence[Level]) -> list[Comparison]:
+    """outcomes: of the levels, in their order, with the base's seeds and prompts."""
+    found = []
+    lengths = np.array([base.by_seed, *(outcome.by_seed for outcome in outcomes)])
+    for level, outcome in zip(of_levels, outcomes, strict=True):
+        difference = _difference(base, outcome, lengths, len(outcomes))
+        judged = lengths.shape[1] > 1 and base.counts.shape[1] > 1
+        verdict = NOT_JUDGED if not judged else BETTER if difference.low > 0 else (
+            WORSE if difference.high < 0 else WITHIN)
+        cost = float(np.median(np.array(outcome.seconds) / np.array(base.seconds)))
+        found.append(Comparison(level, outcome, difference, outcome.ahead_of(base), outcome.ahead_by_seed(base), cost,
+                                verdict))
+    return found
+
+
+def _difference(base: Outcome, outcome: Outcome, lengths: np.ndarray, num_comparisons: int) -> Interval:
+    """The mean over seeds of the difference, with Bonferroni's interval. lengths: [recipes, seeds], the base first."""
+    num_seeds, num_prompts = base.counts.shape[:2]
+    value = float(np.mean(outcome.by_seed) - np.mean(base.by_seed))
+    if num_seeds < 2 or num_prompts < 2:
+        return Interval(value, value, value)
+    over_prompts, over_seeds = prompt_variance(outcome, base), seed_variance(lengths)
+    total = over_prompts + over_seeds
+    if total == 0:
+        return Interval(value, value, value)
+    free_seeds = (lengths.shape[0] - 1) * (num_seeds - 1)
+    free = total**2 / (over_prompts**2 / (num_prompts - 1) + over_seeds**2 / free_seeds)  # Welch and Satterthwaite
+    half = student_quantile(1 - (1 - CONFIDENCE) / (2 * num_comparisons), free) * total**0.5
+    return Interval(value, value - half, value + half)
+
+
+def seed_variance(lengths: np.ndarray) -> float:
+    """Variance over seeds of the difference of two recipes' means, from all of them: what is left of the acceptance
+    lengths [recipes, seeds] without each recipe's and each seed's mean."""
+    num_recipes, num_seeds = lengths.shape
+    left = lengths - lengths.mean(axis=1, keepdims=True) - lengths.mean(axis=0) + lengths.mean()
+    return 2 * float((left**2).sum()) / ((num_recipes - 1) * (num_seeds - 1)) / num_seeds
+
+
+def prompt_variance(one: Outcome, other: Outcome) -> float:
+    """Variance over prompts of the difference of two acceptance lengths (ratios of sums, linearised), paired. Some of
+    the chance over seeds is in it, so the sum with `seed_variance` is rather too large than too small."""
+    parts = []
+    for outcome in (one, other):
+        counts = outcome.counts.sum(axis=0)
+        tokens, steps = counts.sum(axis=0)
+        parts.append((counts[:, 0] - tokens / steps * counts[:, 1]) / steps)
+    difference, num = parts[0] - parts[1], len(parts[0])
+    return float((difference**2).sum()) * num / (num - 1)
+
+
+@dataclass(frozen=True)
+class FactorVerdict:
+    """state: "beaten" (another level is better beyond noise and costs no more than was allowed), "dearer" (better ones
+    cost more), "supported" (every other level is worse), "tie" (nothing is better; some level is not worse), or
+    "not judged". text: that in words."""
+
+    factor: str
+    base: str
+    state: str
+    text: str
+
+
+def judge(comparisons: Sequence[Comparison], values: dict[str, str], max_cost: float) -> list[FactorVerdict]:
+    """What the comparisons say of each factor's base value, factors in their order.
+
+    values: of `base_values`; max_cost: times the base's seconds that a level may take to replace it.
+    """
+    verdicts = []
+    for factor in dict.fromkeys(c.level.factor for c in comparisons):
+        found = [c for c in comparisons if c.level.factor == factor]
+        by_verdict = {v: [c for c in found if c.verdict == v] for v in (BETTER, WORSE, WITHIN, NOT_JUDGED)}
+        better = sorted(by_verdict[BETTER], key=lambda c: -c.difference.value)
+        cheap = [c for c in better if c.cost <= max_cost]
+        worse = f"; worse: {_names(by_verdict[WORSE])}" if by_verdict[WORSE] else ""
+        if by_verdict[NOT_JUDGED]:
+            state, text = NOT_JUDGED, "one seed or one prompt: no noise to compare with"
+        elif better:
+            state = "beaten" if cheap else "dearer"
+            text = "better beyond noise: " + ", ".join(
+                f"{c.level.name} ({c.difference.value:+.3f} at {c.cost:.2f} times the seconds)" for c in better) + worse
+        elif by_verdict[WITHIN]:
+            widest = max((c.difference.high - c.difference.low) / 2 for c in by_verdict[WITHIN])
+            state = "tie"
+            text = f"within noise: {_names(by_verdict[WITHIN])} (±{widest:.3f} would show){worse}"
+        else:
+            state, text = "supported", f"every other level is worse beyond noise: {_names(found)}"
+        verdicts.append(FactorVerdict(factor, values[factor], state, text))
+    return verdicts
+
+
+def _names(comparisons: Sequence[Comparison]) -> str:
+    return ", ".join(c.level.name for c in comparisons)
+
+
+def comparison_table(base: Outcome, comparisons: Sequence[Comparison]):
+    """A row a recipe, the base first, as a pandas DataFrame of text."""
+    import pandas as pd
+
+    rows = [[BASE, "", str(base.acceptance), "", "", "", f"{np.median(base.seconds):.1f}", "1.00", ""]]
+    rows += [[FACTORS[c.level.factor], c.level.name, str(c.outcome.acceptance),
+              *map(_signed, (c.difference, c.prompts, c.seeds)), f"{np.median(c.outcome.seconds):.1f}",
+              f"{c.cost:.2f}", c.verdict] for c in comparisons]
+    return pd.DataFrame(rows, columns=[
+        "factor", "level", "acceptance length (95 %, prompts)", "difference (all levels together)",
+        "difference (95 %, prompts)", "difference (95 %, seeds)", "seconds", "times the base's", "verdict"]
+        ).set_index(["factor", "level"])
+
+
+def _signed(interval: Interval) -> str:
+    return f"{interval.value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+
+
+def summary(verdicts: Sequence[FactorVerdict]) -> str:
+    """One sentence a state: which factors' base values are in it."""
+    words = {"supported": "Supported", "tie": "Ties", "beaten": "Beaten", "dearer": "Beaten only by what costs more",
+             NOT_JUDGED: "Not judged"}
+    found = {state: [FACTORS[v.factor] for v in verdicts if v.state == state] for state in words}
+    return " ".join(f"{words[state]}: {', '.join(names)}." for state, names in found.items() if names)
+
+
+def verdict_table(verdicts: Sequence[FactorVerdict]):
+    """A row a factor, as a pandas DataFrame of text."""
+    import pandas as pd
+
+    return pd.DataFrame([[FACTORS[v.factor], v.base, v.state, v.text] for v in verdicts],
+                        columns=["factor", "base", "the base is", "evidence"]).set_index("factor")
