@@ -49,7 +49,7 @@ def differences_figure(comparisons: Sequence[Comparison], values: Mapping[str, s
         axis.grid(axis="y", visible=False)
         axis.tick_params(axis="y", length=0)
     label(left, x="acceptance length minus the base's (tokens a verify step)", y="", title="Ahead of the base")
-    label(right, x="seconds of training over the base's", y="", title="Cost")
+    label(right, x="times the base's", y="", title="Seconds of training")
     shown = [verdict for verdict in LOOKS if any(c.verdict == verdict for c in comparisons)]
     handles = [Line2D([], [], color=COLOURS[LOOKS[v][0]], marker=LOOKS[v][1], markersize=7, linewidth=1.3, label=v)
                for v in shown]

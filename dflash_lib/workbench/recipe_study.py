@@ -8,7 +8,7 @@ studies, so that the best of many ties is not taken for a finding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from dflash_lib.workbench.variants import Outcome, student_quantile
 BASE = "base"
 CONFIDENCE = 0.95  # that all intervals of a study hold together
 FACTORS = {"learning_rate": "learning rate", "warm_start": "warm start", "loss": "loss", "gamma": "gamma (slots)",
-           "anchors_per_sample": "anchors a document", "slots_per_anchor": "slots trained a block",
+           "anchors_per_sample": "anchors a document", "slots_per_anchor": "slots a block",
            "num_layers": "drafter layers", "average": "weight average", "sample_from_anchor": "anchor's slot drafts"}
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0}  # by block_size; 4 for 8
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
@@ -40,51 +40,95 @@ class Level:
         return f"{self.factor}={self.name}"
 
 
-def levels(base: TrainOptions, factors: Sequence[str] = (), last_state: bool = True) -> list[Level]:
-    """Every level of `factors` (none = all) that is not the base itself.
-
-    last_state: whether the store has the target's last state or its top logits, without which levels with a KL in
-    their loss are left out. Raises ValueError for factors that there are not.
-    """
+def levels(base: TrainOptions, factors: Sequence[str] = ()) -> list[Level]:
+    """Every level of `factors` (none = all) that is not the base itself. Raises ValueError for factors that there are
+    not."""
     unknown = sorted(set(factors) - set(FACTORS))
     if unknown:
         raise ValueError(f"factors {unknown}: not among {', '.join(FACTORS)}")
-    found = []
-    for factor, name, changes in _table(base):
-        options = replace(base, **changes)
-        if options != base and factor in (factors or FACTORS) and (last_state or options.kl_weight == 0):
-            found.append(Level(factor, name, options))
-    return found
+    found = [Level(factor, name, replace(base, **changes)) for factor, name, changes in _table(base)
+             if factor in (factors or FACTORS)]
+    return [level for level in found if level.options != base]
+
+
+def possible(of_levels: Sequence[Level], last_state: str, num_attention_layers: int) -> tuple[list[Level], list[str]]:
+    """The levels that can be trained, and a line of text for each that cannot.
+
+    last_state: the store's, of which a KL needs some form; num_attention_layers: the target's layers with ordinary
+    attention, of which a warm start needs as many as the drafter has.
+    """
+    kept, lacking = [], []
+    for level in of_levels:
+        options = level.options
+        if options.kl_weight > 0 and last_state == "none":
+            lacking.append(f"{level.variant}: left out, the store has no last state for a KL")
+        elif options.warm_start and options.num_layers > num_attention_layers:
+            lacking.append(f"{level.variant}: left out, a warm start has only {num_attention_layers} layers with "
+                           "ordinary attention to copy")
+        elif level.factor == "warm_start" and options.warm_start and _own_sizes(options):
+            lacking.append(f"{level.variant}: left out, the drafter's sizes are not the target's: "
+                           f"{_own_sizes(options)}")
+        else:
+            kept.append(level)
+    return kept, lacking
+
+
+def _own_sizes(options: TrainOptions) -> str:
+    names = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    return ", ".join(f"{name} {getattr(options, name)}" for name in names if getattr(options, name, None) is not None)
 
 
 def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
     """(factor, name, changed options) of every level, those that equal the base included."""
-    rate, every = base.learning_rate, base.block_size - 1
+    rate, on = base.learning_rate, getattr(base, "sample_from_anchor", False)
+    drafts = base.block_size - (not on)
+    every = max(drafts, base.slots_per_anchor)  # numbers from `drafts` on all mean every slot
     gamma = PUBLISHED_GAMMA.get(base.block_size, 4.0)
-    return [
+    table = [
         *(("learning_rate", f"{times * rate:.3g}", {"learning_rate": times * rate}) for times in (0.4, 2.5)),
-        *(("warm_start", "on" if on else "off", {"warm_start": on}) for on in (True, False)),
-        *(("loss", _loss_name(weight), {"kl_weight": weight}) for weight in (0.0, 0.7, 1.0)),
+        *(("warm_start", _on_off(warm), {"warm_start": warm}) for warm in (True, False)),
+        *(("loss", _loss_name(replace(base, kl_weight=weight)), {"kl_weight": weight}) for weight in (0.0, 0.7, 1.0)),
+        ("loss", f"{_kl_name(base.kl_weight)} and D-PACE (all slots)", {"slot_weighting": "dpace",
+                                                                    "slots_per_anchor": every}),
         *(("gamma", f"{value:g}", {"gamma": value}) for value in (0.75, 1.5)),
         ("gamma", f"{gamma:g} (published)", {"gamma": gamma}),
         *(("anchors_per_sample", str(num), {"anchors_per_sample": num}) for num in (8, 32, 64)),
-        ("slots_per_anchor", "2", {"slots_per_anchor": min(2, every)}),
-        ("slots_per_anchor", f"all {every}", {"slots_per_anchor": max(every, base.slots_per_anchor)}),
+        ("slots_per_anchor", "2", {"slots_per_anchor": min(2, drafts)}),
+        ("slots_per_anchor", f"all {drafts}", {"slots_per_anchor": every}),
         *(("num_layers", str(num), {"num_layers": num}) for num in (1, 2, 3)),
-        ("average", "0.99", {"average": 0.99}), ("average", "none", {"average": 0.0}),
+        *(("average", _average_name(decay), {"average": decay}) for decay in (0.99, 0.0)),
+        # as many drafts a step either way
+        *(("sample_from_anchor", _on_off(first), {"sample_from_anchor": first, "block_size": drafts + (not first)})
+          for first in (False, True)),
     ]
+    return [row for row in table if row[2].keys() <= {field.name for field in fields(TrainOptions)}]
 
 
-def _loss_name(kl_weight: float) -> str:
+def _on_off(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _kl_name(kl_weight: float) -> str:
     return {0.0: "cross-entropy", 1.0: "KL alone"}.get(kl_weight, f"KL {kl_weight:g}")
+
+
+def _loss_name(options: TrainOptions) -> str:
+    return _kl_name(options.kl_weight) + (" and D-PACE" if getattr(options, "slot_weighting", "") == "dpace" else "")
+
+
+def _average_name(decay: float) -> str:
+    return f"{decay:g}" if decay else "none"
 
 
 def base_values(base: TrainOptions) -> dict[str, str]:
     """The base's own value of each factor, as text."""
-    named = {factor: name for factor, name, changes in _table(base) if replace(base, **changes) == base}
-    own = {"learning_rate": f"{base.learning_rate:.3g}", "loss": _loss_name(base.kl_weight)}
-    return {factor: named.get(factor) or own.get(factor) or str(getattr(base, factor)) for factor in FACTORS
-            if factor in named or factor in own or hasattr(base, factor)}
+    drafts = base.block_size - (not getattr(base, "sample_from_anchor", False))
+    slots = base.slots_per_anchor
+    return {"learning_rate": f"{base.learning_rate:.3g}", "warm_start": _on_off(base.warm_start),
+            "loss": _loss_name(base), "gamma": f"{base.gamma:g}", "anchors_per_sample": str(base.anchors_per_sample),
+            "slots_per_anchor": str(slots) if slots < drafts else f"all {drafts}", "num_layers": str(base.num_layers),
+            "average": _average_name(base.average),
+            "sample_from_anchor": _on_off(getattr(base, "sample_from_anchor", False))}
 
 
 def levels_table(of_levels: Sequence[Level], values: dict[str, str]):
@@ -127,7 +171,7 @@ def compare(base: Outcome, outcomes: Sequence[Outcome], of_levels: Sequence[Leve
     found = []
     lengths = np.array([base.by_seed, *(outcome.by_seed for outcome in outcomes)])
     for level, outcome in zip(of_levels, outcomes, strict=True):
-        difference = _difference(base, outcome, lengths, len(outcomes))
+        difference = corrected_difference(base, outcome, lengths, len(outcomes))
         judged = lengths.shape[1] > 1 and base.counts.shape[1] > 1
         verdict = NOT_JUDGED if not judged else BETTER if difference.low > 0 else (
             WORSE if difference.high < 0 else WITHIN)
@@ -137,8 +181,9 @@ def compare(base: Outcome, outcomes: Sequence[Outcome], of_levels: Sequence[Leve
     return found
 
 
-def _difference(base: Outcome, outcome: Outcome, lengths: np.ndarray, num_comparisons: int) -> Interval:
-    """The mean over seeds of the difference, with Bonferroni's interval. lengths: [recipes, seeds], the base first."""
+def corrected_difference(base: Outcome, outcome: Outcome, lengths: np.ndarray, num_comparisons: int) -> Interval:
+    """The mean over seeds of the difference, with Bonferroni's interval. lengths: acceptance lengths [recipes, seeds]
+    of the whole study."""
     num_seeds, num_prompts = base.counts.shape[:2]
     value = float(np.mean(outcome.by_seed) - np.mean(base.by_seed))
     if num_seeds < 2 or num_prompts < 2:

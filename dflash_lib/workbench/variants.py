@@ -25,7 +25,7 @@ from dflash_lib.target.loading import Target
 def student_quantile(probability: float, free: float) -> float:
     """The quantile of Student's t with `free` degrees of freedom (at least 1, whole or not), probability 0.5 to less
     than 1: with t = sqrt(free) * tan(angle) its density is cos(angle) ** (free - 1), which is summed up."""
-    angles = np.linspace(0.0, math.pi / 2, 200_001)
+    angles = np.linspace(0.0, math.pi / 2, 20_001)
     density = np.cos(angles) ** (free - 1)
     up_to = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     return math.sqrt(free) * math.tan(float(np.interp((2 * probability - 1) * up_to[-1], up_to, angles)))
@@ -103,7 +103,7 @@ def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int]
             place = folder / variant.name.replace("/", "-") / f"seed-{seed}"
             summary = start_training(place, store=variant.store, model=target.path, dtype=dtype, device=device,
                                      threads=threads, options=replace(variant.options, seed=seed), show=False)
-            shutil.rmtree(place / "checkpoints", ignore_errors=True)  # a finished training needs none: 10 times a drafter
+            shutil.rmtree(place / "checkpoints", ignore_errors=True)  # ten times a drafter's size
             steps = training_walk(load_drafter(place / "last"), target, answers)
             counts[variant.name].append(np.array([[sum(s.num_new for s in prompt), len(prompt)] for prompt in steps],
                                                  np.float64))
