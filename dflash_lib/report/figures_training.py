@@ -41,7 +41,7 @@ def live_figure(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) 
     if steps:
         _plot_loss(left, steps)
         left.legend()
-    label(left, x="optimizer step", y="weighted loss (nats a token)", title="Training loss so far")
+    label(left, x="optimizer step", y="weighted loss (nats, log scale)", title="Training loss so far")
     x = [row["step"] for row in validations]
     y = [row["validation"]["acceptance_length"] for row in validations]
     right.plot(x, y, color=COLOURS["vermilion"], marker="o")
@@ -68,7 +68,8 @@ def gradient_figure(steps: list[dict[str, Any]], clip: float | None = None) -> F
                   marker="x", markersize=8, markeredgewidth=2, linestyle="none", label=f"{len(skipped):,} skipped")
     _log_scale(axis)
     label(axis, x="optimizer step", y="norm of the gradient (log scale)", title="Gradients")
-    axis.legend(ncols=4)
+    axis.margins(y=0.2)  # room for the legend
+    axis.legend(ncols=4, loc="upper left")
     return figure
 
 

@@ -1,12 +1,15 @@
 """Curves that grow: when they are drawn, what they remember, and that a fault in them ends nothing."""
 
+import base64
 import gc
 import io
 import json
 import weakref
 
+import nbformat
 import numpy as np
 import pytest
+from nbclient import NotebookClient
 from PIL import Image
 
 from dflash_lib.report import live
@@ -169,3 +172,26 @@ def test_a_picture_is_small_and_its_figure_emptied():
     steps = [step(i, float(rng.random()) + 0.5) for i in range(1, MAX_ROWS + 1)]
     picture = picture_of(live_figure(steps, [validation(i, 1 + i / 4000) for i in range(0, 2001, 100)]))
     assert len(picture.png) <= MAX_BYTES and Image.open(io.BytesIO(picture.png)).width == 990, "at its full size"
+
+
+CELL = """
+from IPython.display import display
+from dflash_lib.report.figures_training import live_figure
+from dflash_lib.report.live import LiveFigure
+
+with LiveFigure(display("begins", display_id=True), live_figure, interval=0.0) as curves:
+    for number in range(1, 5):
+        curves.pause = 0.0
+        curves({"step": number, "loss": 1.0 / number})
+        print("line", number)
+"""
+
+
+def test_an_executed_notebook_keeps_one_picture_the_last():
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    first, *others = notebook.cells[0].outputs
+    assert first.output_type == "display_data" and {o.output_type for o in others} == {"stream"}
+    assert "".join(o.text for o in others) == "".join(f"line {i}\n" for i in range(1, 5))
+    steps = [{"step": i, "loss": 1.0 / i} for i in range(1, 5)]
+    assert base64.b64decode(first.data["image/png"]) == picture_of(live_figure(steps, [])).png
