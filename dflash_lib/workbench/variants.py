@@ -52,8 +52,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """counts: float64 [seeds, prompts, 2], tokens added and verify steps on each prompt's answer; seconds: of each seed's
-    training, `training_seconds`."""
+    """counts: float64 [seeds, prompts, 2], tokens added and verify steps on each prompt's answer; seconds: each seed's
+    `training_seconds`."""
 
     name: str
     counts: np.ndarray
@@ -117,6 +117,6 @@ def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int]
                                                  np.float64))
             seconds[variant.name].append(training_seconds(place))
             sums = counts[variant.name][-1].sum(axis=0)
-            show(f"{variant.name}, seed {seed}: acceptance {sums[0] / sums[1]:.3f} ({seconds[variant.name][-1]:.0f} s of "
-                 "training)")
+            show(f"{variant.name}, seed {seed}: acceptance {sums[0] / sums[1]:.3f} "
+                 f"({seconds[variant.name][-1]:.0f} s of training)")
     return [Outcome(name, np.stack(counts[name]), seconds[name]) for name in names]
