@@ -117,7 +117,7 @@ def _loss_name(options: TrainOptions) -> str:
 
 
 def _average_name(decay: float) -> str:
-    return f"{decay:g}" if decay else "none"
+    return f"{decay:g}" if decay else "no average"
 
 
 def base_values(base: TrainOptions) -> dict[str, str]:
@@ -153,8 +153,9 @@ class Comparison:
     """One level against the base.
 
     difference: acceptance length minus the base's, with the interval that holds for all levels together (module's
-    docstring); prompts, seeds: its 95 % intervals over either alone; cost: seconds of training over the base's, the
-    median of the seeds; verdict: BETTER, WORSE, WITHIN, or NOT_JUDGED without two seeds and two prompts.
+    docstring); prompts, seeds: its 95 % intervals over either alone; cost: seconds of training over the base's, of
+    either the seed that took least, for other jobs on a machine can only add to them; verdict: BETTER, WORSE, WITHIN,
+    or NOT_JUDGED without two seeds and two prompts.
     """
 
     level: Level
@@ -175,7 +176,7 @@ def compare(base: Outcome, outcomes: Sequence[Outcome], of_levels: Sequence[Leve
         judged = lengths.shape[1] > 1 and base.counts.shape[1] > 1
         verdict = NOT_JUDGED if not judged else BETTER if difference.low > 0 else (
             WORSE if difference.high < 0 else WITHIN)
-        cost = float(np.median(np.array(outcome.seconds) / np.array(base.seconds)))
+        cost = min(outcome.seconds) / min(base.seconds)
         found.append(Comparison(level, outcome, difference, outcome.ahead_of(base), outcome.ahead_by_seed(base), cost,
                                 verdict))
     return found
@@ -251,7 +252,7 @@ def judge(comparisons: Sequence[Comparison], values: dict[str, str], max_cost: f
         elif by_verdict[WITHIN]:
             widest = max((c.difference.high - c.difference.low) / 2 for c in by_verdict[WITHIN])
             state = "tie"
-            text = f"within noise: {_names(by_verdict[WITHIN])} (±{widest:.3f} would show){worse}"
+            text = f"within noise: {_names(by_verdict[WITHIN])} (more than ±{widest:.3f} would show){worse}"
         else:
             state, text = "supported", f"every other level is worse beyond noise: {_names(found)}"
         verdicts.append(FactorVerdict(factor, values[factor], state, text))
@@ -266,13 +267,13 @@ def comparison_table(base: Outcome, comparisons: Sequence[Comparison]):
     """A row a recipe, the base first, as a pandas DataFrame of text."""
     import pandas as pd
 
-    rows = [[BASE, "", str(base.acceptance), "", "", "", f"{np.median(base.seconds):.1f}", "1.00", ""]]
+    rows = [[BASE, "", str(base.acceptance), "", "", "", f"{min(base.seconds):.1f}", "1.00", ""]]
     rows += [[FACTORS[c.level.factor], c.level.name, str(c.outcome.acceptance),
-              *map(_signed, (c.difference, c.prompts, c.seeds)), f"{np.median(c.outcome.seconds):.1f}",
+              *map(_signed, (c.difference, c.prompts, c.seeds)), f"{min(c.outcome.seconds):.1f}",
               f"{c.cost:.2f}", c.verdict] for c in comparisons]
     return pd.DataFrame(rows, columns=[
-        "factor", "level", "acceptance length (95 %, prompts)", "difference (all levels together)",
-        "difference (95 %, prompts)", "difference (95 %, seeds)", "seconds", "times the base's", "verdict"]
+        "factor", "level", "acceptance length", "difference", "over prompts alone", "over seeds alone", "seconds",
+        "times the base's", "verdict"]
         ).set_index(["factor", "level"])
 
 
@@ -293,4 +294,4 @@ def verdict_table(verdicts: Sequence[FactorVerdict]):
     import pandas as pd
 
     return pd.DataFrame([[FACTORS[v.factor], v.base, v.state, v.text] for v in verdicts],
-                        columns=["factor", "base", "the base is", "evidence"]).set_index("factor")
+                        columns=["factor", "base", "verdict", "evidence"]).set_index("factor")
