@@ -8,13 +8,13 @@ studies, so that the best of many ties is not taken for a finding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dflash_lib.decoding.acceptance import Interval
-from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.workbench.variants import Outcome, student_quantile
 
 BASE = "base"
@@ -75,16 +75,16 @@ def possible(of_levels: Sequence[Level], last_state: str, num_attention_layers: 
 
 def _own_sizes(options: TrainOptions) -> str:
     names = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    return ", ".join(f"{name} {getattr(options, name)}" for name in names if getattr(options, name, None) is not None)
+    return ", ".join(f"{name} {getattr(options, name)}" for name in names if getattr(options, name) is not None)
 
 
 def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
     """(factor, name, changed options) of every level, those that equal the base included."""
-    rate, on = base.learning_rate, getattr(base, "sample_from_anchor", False)
-    drafts = base.block_size - (not on)
+    rate, drafts = base.learning_rate, _num_drafts(base)
+    sliding, num_full = base.num_sliding_layers, base.num_layers - base.num_sliding_layers
     every = max(drafts, base.slots_per_anchor)  # numbers from `drafts` on all mean every slot
     gamma = PUBLISHED_GAMMA.get(base.block_size, 4.0)
-    table = [
+    return [
         *(("learning_rate", f"{times * rate:.3g}", {"learning_rate": times * rate}) for times in (0.4, 2.5)),
         *(("warm_start", _on_off(warm), {"warm_start": warm}) for warm in (True, False)),
         *(("loss", _loss_name(replace(base, kl_weight=weight)), {"kl_weight": weight}) for weight in (0.0, 0.7, 1.0)),
@@ -93,15 +93,20 @@ def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
         *(("gamma", f"{value:g}", {"gamma": value}) for value in (0.75, 1.5)),
         ("gamma", f"{gamma:g} (published)", {"gamma": gamma}),
         *(("anchors_per_sample", str(num), {"anchors_per_sample": num}) for num in (8, 32, 64)),
-        ("slots_per_anchor", "2", {"slots_per_anchor": min(2, drafts)}),
+        *([("slots_per_anchor", "2", {"slots_per_anchor": min(2, drafts)})] if base.slot_weighting == "decay" else []),
         ("slots_per_anchor", f"all {drafts}", {"slots_per_anchor": every}),
-        *(("num_layers", str(num), {"num_layers": num}) for num in (1, 2, 3)),
+        *(("num_layers", str(num), {"num_layers": num, "num_sliding_layers": min(sliding, max(0, num - num_full))})
+          for num in (1, 2, 3)),
         *(("average", _average_name(decay), {"average": decay}) for decay in (0.99, 0.0)),
         # as many drafts a step either way
         *(("sample_from_anchor", _on_off(first), {"sample_from_anchor": first, "block_size": drafts + (not first)})
           for first in (False, True)),
     ]
-    return [row for row in table if row[2].keys() <= {field.name for field in fields(TrainOptions)}]
+
+
+def _num_drafts(options: TrainOptions) -> int:
+    """Slots of a block that draft."""
+    return options.block_size - (not options.sample_from_anchor)
 
 
 def _on_off(value: bool) -> str:
@@ -113,7 +118,7 @@ def _kl_name(kl_weight: float) -> str:
 
 
 def _loss_name(options: TrainOptions) -> str:
-    return _kl_name(options.kl_weight) + (" and D-PACE" if getattr(options, "slot_weighting", "") == "dpace" else "")
+    return _kl_name(options.kl_weight) + (" and D-PACE" if options.slot_weighting == "dpace" else "")
 
 
 def _average_name(decay: float) -> str:
@@ -122,13 +127,12 @@ def _average_name(decay: float) -> str:
 
 def base_values(base: TrainOptions) -> dict[str, str]:
     """The base's own value of each factor, as text."""
-    drafts = base.block_size - (not getattr(base, "sample_from_anchor", False))
-    slots = base.slots_per_anchor
+    drafts, slots = _num_drafts(base), base.slots_per_anchor
     return {"learning_rate": f"{base.learning_rate:.3g}", "warm_start": _on_off(base.warm_start),
             "loss": _loss_name(base), "gamma": f"{base.gamma:g}", "anchors_per_sample": str(base.anchors_per_sample),
             "slots_per_anchor": str(slots) if slots < drafts else f"all {drafts}", "num_layers": str(base.num_layers),
             "average": _average_name(base.average),
-            "sample_from_anchor": _on_off(getattr(base, "sample_from_anchor", False))}
+            "sample_from_anchor": _on_off(base.sample_from_anchor)}
 
 
 def levels_table(of_levels: Sequence[Level], values: dict[str, str]):

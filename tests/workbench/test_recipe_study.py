@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_lib.decoding.acceptance import Interval, ratio_difference
-from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.report.figures_recipe import differences_figure
 from dflash_lib.workbench import recipe_study
 from dflash_lib.workbench.recipe_study import (
@@ -51,7 +51,9 @@ def test_a_level_changes_one_thing():
     assert by_factor["learning_rate"] == [{"learning_rate": pytest.approx(0.002)},
                                           {"learning_rate": pytest.approx(0.0125)}]
     assert by_factor["warm_start"] == [{"warm_start": False}] and by_factor["average"] == [{"average": 0.0}]
-    assert by_factor["loss"][:2] == [{"kl_weight": 0.0}, {"kl_weight": 1.0}]
+    assert by_factor["loss"] == [{"kl_weight": 0.0}, {"kl_weight": 1.0},
+                                 {"slot_weighting": "dpace", "slots_per_anchor": 7}]
+    assert by_factor["sample_from_anchor"] == [{"sample_from_anchor": True, "block_size": 7}], "7 drafts either way"
     assert by_factor["gamma"] == [{"gamma": 0.75}, {"gamma": 4.0}]
     assert by_factor["anchors_per_sample"] == [{"anchors_per_sample": 8}, {"anchors_per_sample": 64}]
     assert by_factor["slots_per_anchor"] == [{"slots_per_anchor": 7}]
@@ -65,6 +67,14 @@ def test_levels_of_another_base():
     assert "slots_per_anchor=all 15" not in names, "that is the base"
     values = base_values(base)
     assert (values["num_layers"], values["slots_per_anchor"], values["loss"]) == ("5", "all 15", "cross-entropy")
+    anchored = replace(BASE, sample_from_anchor=True, block_size=7, slots_per_anchor=7, slot_weighting="dpace")
+    assert base_values(anchored)["slots_per_anchor"] == "all 7"
+    assert base_values(anchored)["loss"] == "KL 0.7 and D-PACE"
+    back, = levels(anchored, ["sample_from_anchor"])
+    assert levels(anchored, ["slots_per_anchor"]) == [], "D-PACE needs them all"
+    mixed = levels(replace(BASE, num_layers=5, num_sliding_layers=4, sliding_window=64), ["num_layers"])
+    assert [(level.name, level.options.num_sliding_layers) for level in mixed] == [("1", 0), ("2", 1), ("3", 2)]
+    assert (back.options.block_size, back.options.sample_from_anchor) == (8, False)
     assert {level.factor for level in levels(base, ["gamma", "average"])} == {"gamma", "average"}
     with pytest.raises(ValueError, match=r"factors \['depth'\]: not among learning_rate, "):
         levels(base, ["depth"])
