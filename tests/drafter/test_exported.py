@@ -7,11 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, export_speculators, export_zlab
+from dflash_lib.drafter import (
+    DrafterError,
+    DrafterProposer,
+    TrainedDrafter,
+    export_speculators,
+    export_zlab,
+    serving_note,
+)
 from dflash_lib.drafter.export import export_differences
 from dflash_lib.drafter.exported import find_drafter, load_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
-from tests.decoding.test_training_walk import make_drafter
+from tests.decoding.test_training_walk import changed, make_drafter
 
 
 @pytest.fixture
@@ -24,8 +31,8 @@ def saved(tiny_llama, tmp_path):
 
 
 def same(one: TrainedDrafter, other: TrainedDrafter) -> bool:
-    theirs = other.network.state_dict()
-    return (one.config == other.config and torch.equal(one.draft_vocab, other.draft_vocab)
+    theirs, vocab = other.network.state_dict(), (one.draft_vocab, other.draft_vocab)
+    return (one.config == other.config and (vocab == (None, None) or torch.equal(*vocab))
             and one.target == other.target
             and all(torch.equal(p, theirs[name]) for name, p in one.network.state_dict().items()))
 
@@ -42,6 +49,28 @@ def test_bfloat16_exports_come_back_rounded(tiny_llama, saved):
     back, made = load_exported(saved / "half", tiny_llama), make_drafter(tiny_llama)
     assert back.network.fc.weight.dtype == torch.float32
     assert torch.equal(back.network.fc.weight, made.network.fc.weight.bfloat16().float())
+
+
+def test_both_exports_say_which_slots_draft(tiny_llama, tmp_path):
+    """A block of 4 whose anchor's slot drafts as well drafts 4 tokens; z-lab's format has the key only then."""
+    written = []
+    for name, anchored in (("without", False), ("with", True)):
+        drafter = changed(make_drafter(tiny_llama), sample_from_anchor=anchored)
+        save_drafter(tmp_path / name, drafter)
+        zlab = export_zlab(tmp_path / name, tiny_llama, tmp_path / name / "zlab", dtype="float32")
+        theirs = export_speculators(tmp_path / name, tiny_llama, tmp_path / name / "speculators", dtype="float32")
+        assert export_differences(tmp_path / name, tiny_llama, tmp_path / name / "zlab") == []
+        for folder in ("zlab", "speculators"):
+            assert same(open_drafter(tmp_path / name / folder, tiny_llama), drafter), folder
+        written.append((zlab, theirs))
+        note = serving_note(drafter.config)
+        assert note.startswith(f"num_speculative_tokens: {3 + anchored}")
+        assert ("sample_from_anchor=True is not supported for DFlash" in note) == anchored
+    assert "sample_from_anchor" not in written[0][0]["dflash_config"]
+    assert written[1][0]["dflash_config"].pop("sample_from_anchor") is True and written[0][0] == written[1][0]
+    said = [(c.pop("sample_from_anchor"), c["speculators_config"]["proposal_methods"][0].pop("speculative_tokens"))
+            for _, c in written]
+    assert said == [(False, 3), (True, 4)] and written[0][1] == written[1][1]
 
 
 def test_folders_without_a_drafter(saved, tmp_path):
