@@ -39,7 +39,8 @@ def same(one: TrainedDrafter, other: TrainedDrafter) -> bool:
 
 def test_every_folder_leads_to_the_same_drafter(tiny_llama, saved):
     made = make_drafter(tiny_llama, torch.tensor([2, 7, 90]))
-    for folder in (saved / "run", saved / "run" / "drafter" / "best", saved / "zlab"):
+    export_speculators(saved / "run" / "drafter" / "best", tiny_llama, saved / "speculators", dtype="float32")
+    for folder in (saved / "run", saved / "run" / "drafter" / "best", saved / "zlab", saved / "speculators"):
         assert same(open_drafter(folder, tiny_llama), made), folder
         assert not any(p.requires_grad for p in open_drafter(folder, tiny_llama).network.parameters())
 
@@ -84,12 +85,6 @@ def test_folders_without_a_drafter(saved, tmp_path):
         find_drafter(tmp_path / "empty")
 
 
-def test_speculators_format_is_refused_by_name(tiny_llama, saved):
-    export_speculators(saved / "run" / "drafter" / "best", tiny_llama, saved / "speculators")
-    with pytest.raises(DrafterError, match="speculators' format, which is written only.*export/zlab"):
-        open_drafter(saved / "speculators", tiny_llama)
-
-
 def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
     def broken(name, change=None, tensors=None):
         folder = shutil.copytree(saved / "zlab", tmp_path / name)
@@ -117,6 +112,14 @@ def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
             ("one token", None, lambda t: t["d2t"].copy_(7 - torch.arange(3)), "1 different ones for 3 entries"),
             ("one NaN", None, lambda t: t["fc.weight"].view(-1)[5].fill_(torch.nan), "not finite.*: fc.weight"),
             ("zeros", None, lambda t: t["fc.weight"].zero_(), "all zero: fc.weight"),
+            ("two sizes", lambda c: c["dflash_config"].update(block_size=5), None, "two values for block_size: \\[4, 5\\]"),
+            ("two conventions", lambda c: (c.update(sample_from_anchor=False), c["dflash_config"].update(
+                sample_from_anchor=True)), None, "two values for sample_from_anchor"),
+            ("no convention", lambda c: c["dflash_config"].update(sample_from_anchor=2), None,
+             "sample_from_anchor must be true or false, found 2"),
+            ("no size", lambda c: c.pop("block_size"), None, "block_size is missing"),
+            ("no layer types", lambda c: (c.pop("layer_types"), c.update(use_sliding_window=True)), None,
+             "use_sliding_window without layer_types"),
             ("half a block", lambda c: c.update(block_size=8.0), None, "block_size must be a whole number"),
             ("causal", lambda c: c.update(is_causal=True), None, "is_causal true"),
             ("causal, too", lambda c: c["dflash_config"].update(is_causal=True), None, "is_causal true"),
@@ -136,6 +139,14 @@ def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
     (cut / "model.safetensors").unlink()
     with pytest.raises(DrafterError, match="no readable model.safetensors"):
         load_exported(cut, tiny_llama)
+
+
+def test_newer_exports_of_z_lab_say_the_block_size_elsewhere(tiny_llama, saved):
+    path = saved / "zlab" / "config.json"
+    config = json.loads(path.read_text())
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    path.write_text(json.dumps(config))
+    assert load_exported(saved / "zlab", tiny_llama).config.block_size == 4
 
 
 def test_a_drafter_of_another_target_is_refused(tiny_llama, tiny_qwen3_5, saved):
