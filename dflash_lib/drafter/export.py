@@ -49,8 +49,8 @@ def serving_note(config: DrafterConfig) -> str:
     note = f"num_speculative_tokens: {config.num_drafts}"
     if config.sample_from_anchor:
         note += (" (sample_from_anchor: the anchor's slot drafts, too). vLLM 0.32 refuses such a drafter by name "
-                 "(\"sample_from_anchor=True is not supported for DFlash\"); an engine that ignored the key would draft "
-                 "every token one place late: look at its acceptance before you believe it")
+                 "(\"sample_from_anchor=True is not supported for DFlash\"); an engine that ignored the key would "
+                 "draft every token one place late: look at its acceptance before you believe it")
     return note
 
 

@@ -76,7 +76,8 @@ def test_frozen_copies_must_be_the_targets(tiny_llama, exported, tmp_path):
                                                ((SLIDING, SLIDING), False)])
 def test_what_layers_see_is_read_as_the_package_means_it(tiny_llama, exported, kinds, non_causal):
     def two_layers(tensors):
-        tensors.update({name.replace("layers.0", "layers.1"): t.clone() for name, t in list(tensors.items()) if "layers" in name})
+        first = {name: t for name, t in tensors.items() if name.startswith("layers.0.")}
+        tensors.update({name.replace("layers.0.", "layers.1."): t.clone() for name, t in first.items()})
 
     edit(exported, lambda c: c.update(sliding_window_non_causal=non_causal), two_layers)
     edit(exported, layers(layer_types=list(kinds), num_hidden_layers=2, use_sliding_window=SLIDING in kinds,
@@ -114,8 +115,8 @@ REFUSED = {
     "no theta": (lambda c: c["transformer_layer_config"].pop("rope_parameters"), None, "rope_theta is missing"),
     "no block": (lambda c: c.pop("block_size"), None, "block_size is missing"),
     "yarn": (layers(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}), None, "type 'yarn'"),
-    "partial": (layers(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}), None,
-                "partial_rotary_factor"),
+    "partial": (layers(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+                None, "partial_rotary_factor"),
     "gelu": (layers(hidden_act="gelu"), None, "hidden_act 'gelu'"),
     "other width": (lambda c: c.update(target_hidden_size=128), None, "target_hidden_size 128"),
     "no head_dim": (layers(head_dim=None), None, "head_dim must be a whole number"),
