@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, export_speculators
+from dflash_lib.drafter import DrafterError, DrafterProposer, export_speculators, export_zlab
 from dflash_lib.drafter.exported import is_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import FULL, SLIDING
@@ -53,6 +53,18 @@ def test_every_field_and_tensor_comes_back(tiny_llama, exported):
     assert all(torch.equal(p, back.network.state_dict()[name]) for name, p in made.network.state_dict().items())
     assert not back.network.training and not any(p.requires_grad for p in back.network.parameters())
     DrafterProposer(back, tiny_llama)
+
+
+def test_it_can_be_exported_anew(tiny_llama, exported, tmp_path):
+    """As z-lab's format, and in its own with what vLLM needs to be told of full-attention layers."""
+    edit(exported, lambda c: c.update(sliding_window_non_causal=False))
+    export_zlab(exported, tiny_llama, tmp_path / "zlab", dtype="float32")
+    again = export_speculators(exported, tiny_llama, tmp_path / "again", dtype="float32")
+    assert again["sliding_window_non_causal"] is True
+    for folder in ("zlab", "again"):
+        back = open_drafter(tmp_path / folder, tiny_llama)
+        assert back.config == make_drafter(tiny_llama, VOCAB).config and torch.equal(back.draft_vocab, VOCAB)
+        assert torch.equal(back.network.fc.weight, make_drafter(tiny_llama).network.fc.weight)
 
 
 def test_frozen_copies_must_be_the_targets(tiny_llama, exported, tmp_path):
