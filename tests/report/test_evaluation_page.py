@@ -107,7 +107,7 @@ def test_the_results_are_those_of_the_steps_in_them(done):
             assert interval["value"] == pytest.approx(acceptance_length(own))
         assert sum(b["num_steps"] for b in drafter["by_position"]) == len(flat)
         assert [b["block_size"] for b in drafter["block_sizes"]] == list(range(2, size + 1))
-        sizes = {s["block_size"] for s in drafter["speeds"]}  # the trained one and the most promising, one of them fastest
+        sizes = {s["block_size"] for s in drafter["speeds"]}  # the trained and the most promising one
         assert {size, drafter["best_block_size"]} <= sizes and len(sizes) <= 2
         assert all(s["num_identical"] == 5 for s in drafter["speeds"])
         assert drafter["walk_against_decoding"]["difference"] <= 0.01
@@ -221,9 +221,9 @@ def test_what_is_refused_with_the_target_at_hand(place, tmp_path, capsys):
 def test_a_convention_that_engines_do_not_serve_is_said(tiny_llama):
     drafter = make_drafter(tiny_llama, [1, 2, 4], 4)
     anchored = changed(drafter, sample_from_anchor=True)
-    for one, size, said in ((drafter, 4, []), (anchored, 5, ["one: sample_from_anchor: the anchor's slot drafts, too, so a "
-                            "verify step has 5 tokens. vLLM 0.32 refuses such a drafter by name, and an engine that "
-                            "ignored the key would draft every token one place late."])):
+    note = ("one: sample_from_anchor: the anchor's slot drafts, too, so a verify step has 5 tokens. vLLM 0.32 refuses "
+            "such a drafter by name, and an engine that ignored the key would draft every token one place late.")
+    for one, size, said in ((drafter, 4, []), (anchored, 5, [note])):
         named = NamedDrafter("one", Path("one"), one, DrafterProposer(one, tiny_llama))
         assert named.block_size == size and rendering_notes([named], TemplateOptions()) == said
 
