@@ -317,7 +317,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
 
     static: the whole target in `dtype` (the trainer loads it), the head's rows in float32, the drafter, its gradients,
     AdamW's two moments and the weight average. working: the batch, activations and loss, or validation's if that is
-    more; device: "cpu" or "cuda", which decides how many slots' logits exist at once. Raises ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
+    more; device: "cpu" or "cuda", which decides how many slots' logits exist at once. Raises
+    ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
     """
     target = meta_target(model, dtype)
     ids = check_layer_ids(layer_ids, target.num_layers)

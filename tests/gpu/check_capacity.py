@@ -107,7 +107,7 @@ def random_batch(options, num_tokens: int, hidden_size: int, num_layers: int, de
     with torch.device(device):
         last = torch.randn(num_tokens, hidden_size).bfloat16() if options.kl_weight > 0 else None
         return Batch((0,), Packing.single(num_tokens, num), torch.randn(num_tokens, num_layers, hidden_size).bfloat16(),
-                     last, torch.arange(num_tokens), torch.arange(1, num + 1) * (num_tokens - 2) // num,
+                     last, torch.arange(num_tokens), torch.arange(1, num + 1) * (num_tokens - slots - 1) // num,
                      torch.zeros(num, dtype=torch.int64),
                      torch.full((num, options.block_size), options.mask_token_id),
                      torch.arange(1, slots + 1).expand(num, -1).contiguous(), torch.full((num, slots), 7),
