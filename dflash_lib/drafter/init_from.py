@@ -42,9 +42,14 @@ def init_from(network: DFlashDrafter, draft_vocab: Tensor | None, folder: Path |
         raise DrafterError(f"init_from {folder}: this drafter cannot be the beginning of that training: "
                            f"{'; '.join(wrong)}. Train with its values, or without init_from")
     network.load_state_dict(drafter.network.state_dict())
-    return {"folder": str(folder), "sha256": hash_file(found / "model.safetensors"),
+    return {"folder": str(folder), "sha256": weights_hash(found),
             "format": _format(found), "knows_target": bool(drafter.target),
             "differences": _differences(drafter, network.config, draft_vocab)}
+
+
+def weights_hash(folder: Path | str) -> str:
+    """sha256 of the weights' file of the drafter in `folder`. Raises DrafterError for a folder without one."""
+    return hash_file(find_drafter(folder) / "model.safetensors")
 
 
 def _mismatches(drafter: TrainedDrafter, config: DrafterConfig, target: Target) -> list[str]:

@@ -98,7 +98,8 @@ def batch_loss(network: nn.Module, ends: TargetEnds, batch: Batch, kl_weight: fl
                dpace_alpha: float | None = None) -> LossParts:
     """(1 - kl_weight) * cross-entropy on the data + kl_weight * KL to the target's distribution, over the head's rows.
 
-    network: a DFlashDrafter, or what wraps one; a bfloat16 head has it computed in bfloat16, too (autocast). Labels outside the draft vocabulary carry no loss but count as missed.
+    network: a DFlashDrafter, or what wraps one; a bfloat16 head has it computed in bfloat16, too (autocast). Labels
+    outside the draft vocabulary carry no loss but count as missed.
     The target's distribution for position p is head(norm(last state at p - 1)), restricted to the same rows, or what
     its stored top-k logits say of it (`losses.row_losses`). dpace_alpha: slots weigh what `blocks.dpace_weights` says
     instead of the batch's weights, and weight_sum is their number. Raises ValueError for a KL loss on a store without

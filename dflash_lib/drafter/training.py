@@ -26,6 +26,7 @@ from dflash_lib.drafter.checkpoints import load_newest, restore_tensors, save_ch
 from dflash_lib.drafter.dataset import Batch, Split, TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.folder import TrainedDrafter, save_drafter
 from dflash_lib.drafter.inference import head_rows
+from dflash_lib.drafter.init_from import init_from
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, walk_result, walk_samples, walk_sums
 from dflash_lib.drafter.prefetch import Prefetched
@@ -66,7 +67,13 @@ class Trainer:
         config = drafter_config(target, store.target_layer_ids, options, None if vocab is None else len(vocab))
         torch.manual_seed(options.seed)
         self.network = DFlashDrafter(config)
-        if options.warm_start:
+        self.begun_from: dict[str, Any] | None = None
+        resumed = self._newest()
+        if resumed is not None:
+            self.begun_from = resumed[1].get("begun_from")  # its folder may be gone by now
+        elif options.init_from:
+            self.begun_from = init_from(self.network, vocab, options.init_from, target)
+        elif options.warm_start:
             first = store.read(self.split.train[0])
             warm_start(self.network, target, first.aux_hidden_states.float())
         wide = torch.float64 if options.precision == "float64" else torch.float32
@@ -91,7 +98,7 @@ class Trainer:
         self.step, self.best, self.seconds, self.waited = 0, {"acceptance_length": 0.0, "step": 0}, 0.0, 0.0
         self.norms: deque[float] = deque(maxlen=NUM_NORMS)
         self.skipped: list[int] = []
-        self._resume()
+        self._resume(resumed)
 
     def run(self, report: Callable[[dict[str, Any]], None] | None = None,
             stopping: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
@@ -245,7 +252,8 @@ class Trainer:
         if parallel.rank() == 0:
             save_drafter(self.folder / name, TrainedDrafter(
                 network, self.ends.draft_vocab, self.identity,
-                {"step": step, "options": asdict(self.options), "store": self.store.plan.hash}))
+                {"step": step, "options": asdict(self.options), "store": self.store.plan.hash,
+                 "begun_from": self.begun_from}))
 
     def save(self) -> None:
         """Writes a checkpoint."""
@@ -253,13 +261,16 @@ class Trainer:
         if parallel.rank() == 0:
             save_checkpoint(self.folder / "checkpoints", self.step, tensors, {
                 "best": self.best, "seconds": self.seconds, "waited": self.waited, "norms": list(self.norms),
-                "skipped": self.skipped, "store": self.store.plan.hash})
+                "skipped": self.skipped, "store": self.store.plan.hash, "begun_from": self.begun_from})
         parallel.barrier()
 
-    def _resume(self) -> None:
-        newest = load_newest(self.folder / "checkpoints") if parallel.rank() == 0 else None
-        path, meta = parallel.gathered(newest)[0] or (None, None)
-        if path is not None:
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to go on from, the same for all processes."""
+        return parallel.gathered(load_newest(self.folder / "checkpoints") if parallel.rank() == 0 else None)[0]
+
+    def _resume(self, newest: tuple[Path, dict[str, Any]] | None) -> None:
+        if newest is not None:
+            path, meta = newest
             if meta["store"] != self.store.plan.hash:
                 raise TrainingError(f"{self.folder}: its checkpoint was trained from another store (plan "
                                     f"{meta['store'][:12]}, not {self.store.plan.hash[:12]}); choose another folder")
@@ -268,7 +279,7 @@ class Trainer:
             self.waited, self.skipped = meta.get("waited", 0.0), meta.get("skipped", [])  # releases before had none
             self.norms.extend(meta.get("norms", []))
         if parallel.rank() == 0:
-            cut_log(self.folder / "log.jsonl", self.step if path is not None else -1)
+            cut_log(self.folder / "log.jsonl", self.step if newest is not None else -1)
 
 
 def check_mask_token(store: HiddenStateStore, mask_token_id: int) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from dflash_lib.drafter import parallel
 from dflash_lib.drafter.folder import DrafterError, load_drafter
+from dflash_lib.drafter.init_from import weights_hash
 from dflash_lib.drafter.recipe import Compute, TrainOptions
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.files import hash_value, read_json, write_json
@@ -67,12 +68,12 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
 
     dtype: of the target's modules (the drafter's weights are float32); device: "cuda" is one GPU a process; compute:
     how many processes and how each step is divided, which may be another when a stopped run goes on; show: print a
-    progress line; on_row: gets each row of log.jsonl as it is written. Raises Locked while another process trains in the folder,
-    LaunchError with the worker's traceback when it fails.
+    progress line; on_row: gets each row of log.jsonl as it is written. Raises Locked while another process trains in
+    the folder, LaunchError with the worker's traceback when it fails.
     """
     folder, plan, compute = Path(folder).resolve(), ExtractionPlan.load(store), compute or Compute()
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
-           "options": asdict(options)}
+           "options": asdict(replace(options, init_from=options.init_from and weights_hash(options.init_from)))}
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
     with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
@@ -82,7 +83,7 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
                             disk=folder) as status):
                 run_torchrun("dflash_lib.drafter.training_job",
                              [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
-                              json.dumps(asdict(compute))], compute.num_processes,
+                              json.dumps(asdict(compute)), options.init_from], compute.num_processes,
                              folder / "logs", threads, follow(progress, status, device, on_row))
     return {**read_json(folder / "summary.json"), "job": state}
 
@@ -125,18 +126,18 @@ def report_step(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Entry of a torchrun worker: FOLDER STORE MODEL DEVICE THREADS COMPUTE (JSON). summary.json is the last thing
-    written, by the first worker.
+    """Entry of a torchrun worker: FOLDER STORE MODEL DEVICE THREADS COMPUTE (JSON) INIT_FROM. summary.json is the last
+    thing written, by the first worker.
 
     On SIGTERM all save a checkpoint and end with code 0; the same call goes on from there, with any number of workers.
     """
-    folder, store, model, device, threads, compute = sys.argv[1:]
+    folder, store, model, device, threads, compute, begin = sys.argv[1:]
     job = read_json(Path(folder) / "job.json")
     torch.set_num_threads(int(threads))
     with sigterm_noted() as stopping, parallel.process_group(torch.device(device)) as own_device:
         target = load_target(model, job["dtype"], str(own_device), audit="quick")
-        trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), TrainOptions(**job["options"]),
-                          Compute(**json.loads(compute)))
+        options = replace(TrainOptions(**job["options"]), init_from=begin)  # job.json knows it by its weights
+        trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), options, Compute(**json.loads(compute)))
         summary = trainer.run(report_step, stopping)
         if parallel.rank() == 0 and summary is None:
             print(f"SIGTERM: stopped and saved at step {trainer.step}", flush=True)

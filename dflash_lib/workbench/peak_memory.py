@@ -125,19 +125,24 @@ class _TrainedAttention(_EfficientAttention):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(_sdpa_arguments).bind(*args, **(kwargs or {})).arguments
-        return _AttentionMemory.apply(given["query"], given["key"], given["value"])
+        return _AttentionMemory.apply(given["query"], given["key"], given["value"], given["attn_mask"])
 
 
 class _AttentionMemory(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value):
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, torch.empty(query.shape[:-1], dtype=torch.float32, device=META))
+    def forward(ctx, query, key, value, mask):
+        out = _by_token(query)
+        ctx.save_for_backward(query, key, value, mask, out, torch.empty(query.shape[:-1], dtype=torch.float32, device=META))
         return out
 
     @staticmethod
     def backward(ctx, _grad):
-        return tuple(tensor.new_empty(tensor.shape) for tensor in ctx.saved_tensors[:3])
+        return *(_by_token(tensor) for tensor in ctx.saved_tensors[:3]), None
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """An empty tensor of this shape [1, heads, tokens, D] as the kernels lay it out: all heads of a token together."""
+    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

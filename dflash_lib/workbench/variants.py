@@ -35,7 +35,8 @@ def student_quantile(probability: float, free: float) -> float:
 def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
     """The recipe that a job's parameters state, as 06_train has them; `changes` are fields of TrainOptions."""
     names = {"num_layers": "num_drafter_layers", "intermediate_size": "drafter_intermediate_size",
-             "checkpoint_interval": "validation_interval"}
+             "num_heads": "num_drafter_heads", "num_kv_heads": "num_drafter_kv_heads",
+             "head_dim": "drafter_head_dim", "checkpoint_interval": "validation_interval"}
     stated = {field.name: params[names.get(field.name, field.name)] for field in fields(TrainOptions)
               if names.get(field.name, field.name) in params}
     return TrainOptions(**{**stated, **changes})

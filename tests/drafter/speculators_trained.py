@@ -58,8 +58,8 @@ def main(target_folder: str, checkpoint: str, out: str) -> None:
     for row, states, of_document in zip(rows, captured, anchors, strict=True):
         tokens = torch.full((len(of_document), config.block_size), config.mask_token_id)
         tokens[:, 0] = row[of_document]
-        context = drafter.network.context(states.aux_hidden_states[None], torch.arange(len(row))[None])
-        our_hidden.append(drafter.network(target.embedding(tokens)[None], of_document[None], context)[0])
+        context = drafter.network.context(states.aux_hidden_states, torch.arange(len(row)))
+        our_hidden.append(drafter.network.blocks(target.embedding(tokens), of_document, context))
         for anchor in of_document.tolist():
             proposer.begin()
             proposer.extend(row[:anchor].tolist(), states.aux_hidden_states[:anchor])
