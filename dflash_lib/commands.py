@@ -204,6 +204,7 @@ def evaluate_served_command(options: argparse.Namespace) -> int:
         comparison = evaluate_served(
             options.server, references, parameters["eval_max_new_tokens"], results["block_size"],
             run / "served" / "answers.jsonl", target=target, walked=walked, on_answer=progress.set,
+            sample_from_anchor=results.get("sample_from_anchor", False),
             options=ServerOptions(timeout_s=options.timeout, api_key=os.environ.get("DFLASH_SERVER_KEY")))
     write_json(run / "served" / "comparison.json", to_json(comparison.to_dict()))
     served_figure(comparison).savefig(run / "served" / "served.png")

@@ -59,7 +59,8 @@ class NamedDrafter:
 
     @property
     def block_size(self) -> int:
-        return self.drafter.config.block_size
+        """Tokens of a verify step, the anchor counted, when all drafts of the trained block are asked for."""
+        return self.drafter.config.num_drafts + 1
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -74,7 +75,8 @@ def drafter_names(folders: Sequence[Path | str]) -> list[str]:
     for i, folder in enumerate(found):
         if folder.resolve() in [other.resolve() for other in found[:i]]:
             raise DrafterError(f"{folders[i]}: this drafter is given twice")
-        parts = [part for part in folder.resolve().parts if part not in ("drafter", "best", "last", "export", "zlab")]
+        parts = [part for part in folder.resolve().parts if part not in ("drafter", "best", "last", "export", "zlab",
+                                                                       "speculators")]
         names.append(parts[-1] + (" (export)" if is_exported(folder) else ""))
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
@@ -98,7 +100,8 @@ def open_drafters(folders: Sequence[Path | str], target: Target) -> list[NamedDr
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is known of one drafter on the prompts, block_size being the trained one unless said otherwise.
+    """What is known of one drafter on the prompts, block_size (tokens a verify step) being the trained one unless said
+    otherwise. sample_from_anchor: its block drafts block_size - 1 tokens out of as many slots.
 
     acceptance, slots, histogram, by_set, by_kind, positions, repetition: of the steps decoded for real. walked: the
     steps along the target's answers by name, the trained drafter first and toys behind it; promised: each block size
@@ -110,6 +113,7 @@ class Evaluation:
     name: str
     path: Path
     block_size: int
+    sample_from_anchor: bool
     layer_ids: tuple[int, ...]
     way: tuple[str, int]
     knows_target: bool
@@ -213,7 +217,8 @@ def _evaluation(target: Target, drafter: NamedDrafter, walk: _Walk, results: Seq
     comparable = any(a.token_ids == d.token_ids and d.steps for a, d in zip(walk.answers, decoded, strict=True))
     rejections = find_rejections(walk.drafts, walk.answers, walk.by_size[size])
     return Evaluation(
-        name=drafter.name, path=drafter.path, block_size=size, layer_ids=drafter.layer_ids, way=way,
+        name=drafter.name, path=drafter.path, block_size=size,
+        sample_from_anchor=drafter.drafter.config.sample_from_anchor, layer_ids=drafter.layer_ids, way=way,
         knows_target=bool(drafter.drafter.target), acceptance=acceptance_interval(steps), slots=slots_of(flat),
         histogram=accepted_histogram(flat, size).tolist(),
         by_set=by_kind(steps, [prompt.prompt_set for prompt in prompts]),

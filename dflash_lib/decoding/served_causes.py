@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 CAUSES = {
     "block length": "block length: the server drafts {num_slots} tokens a step, the drafter was trained to draft "
-                    "{num_drafts} (block_size {block_size}, the anchor counted): set num_speculative_tokens",
+                    "{num_drafts} (a verify step of {block_size}, the anchor counted): set num_speculative_tokens",
+    "anchor slot": "sample_from_anchor: slot k of this drafter's block says token a + k + 1; an engine that does not "
+                   "know the key takes it for token a + k and drafts every token one place late (vLLM 0.32 refuses "
+                   "such a drafter by name)",
     "target": "target: the server's target is not the one that was trained for: another model or revision",
     "dtype": "dtype and quantisation: compare the server's dtype, weights and KV cache (FP8) with this run's dtype",
     "layer ids": "layer ids: target_layer_ids of the export count layer OUTPUTS from 0; engines that count inputs need "
@@ -29,13 +32,15 @@ CLEARLY = 0.9  # a share below this part of ours is lower, not only in the last 
 
 
 def likely_causes(*, ours: Sequence[float], served: Sequence[float], is_higher: bool, is_off: bool, num_apart: int,
-                  positions: Sequence[int], num_slots: int | None, block_size: int) -> list[str]:
+                  positions: Sequence[int], num_slots: int | None, block_size: int,
+                  sample_from_anchor: bool = False) -> list[str]:
     """Sentences, the likeliest cause first.
 
     ours, served: share of verify steps that accept slot 1, 2, ...; served is empty where the server does not say.
     is_off: acceptance differs beyond noise, or drafts are not ours, and is_higher: the server's acceptance length is
     higher beyond noise. num_apart: texts that leave ours where rounding is no reason, and positions where they do.
-    num_slots: drafts a step of the server.
+    num_slots: drafts a step of the server. block_size: tokens a verify step. sample_from_anchor: the drafter's
+    convention.
     """
     names: list[str] = []
     if num_slots is not None and num_slots != block_size - 1:
@@ -46,6 +51,7 @@ def likely_causes(*, ours: Sequence[float], served: Sequence[float], is_higher: 
     if is_off and is_higher:
         names += ["another export", "counts"]
     elif is_off:
+        names += ["anchor slot"] if sample_from_anchor else []
         names += _by_pattern(ours, served)
     values = {"num_slots": num_slots, "num_drafts": block_size - 1, "block_size": block_size}
     return [CAUSES[name].format(**values) for name in dict.fromkeys(names)]

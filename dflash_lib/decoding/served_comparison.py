@@ -131,16 +131,18 @@ class Comparison:
 
 
 def evaluate_served(url: str, references: Sequence[Reference], max_new_tokens: int, block_size: int, out: Path | str, *,
-                    target: Target | None = None, walked: Sequence[Sequence[Step]] | None = None,
+                    sample_from_anchor: bool = False, target: Target | None = None, walked: Sequence[Sequence[Step]] | None = None,
                     options: ServerOptions | None = None,
                     on_answer: Callable[[int], None] | None = None) -> Comparison:
     """Asks the server at `url` for the references' prompts and compares.
 
-    out: file for the answers (`served.ask`: resumable); target: judges where texts part, and decodes the tokens of a
+    block_size: tokens a verify step; sample_from_anchor: the drafter's convention, which an engine may not know; out:
+    file for the answers (`served.ask`: resumable); target: judges where texts part, and decodes the tokens of a
     server that returns text only; walked: steps of the training's walk, prompt by prompt. Raises as `served.ask`.
     """
     served = ask(Server(url, options), [(one.id, one.prompt_ids) for one in references], max_new_tokens, out, on_answer)
-    return compare(references, served, block_size, compare_texts(references, served.answers, target), walked)
+    return compare(references, served, block_size, compare_texts(references, served.answers, target), walked,
+                   sample_from_anchor)
 
 
 def walk_references(target: Target, drafter: Path | str, references: Sequence[Reference]) -> list[list[Step]]:
@@ -152,7 +154,7 @@ def walk_references(target: Target, drafter: Path | str, references: Sequence[Re
     for one in references:
         text = one.prompt_ids + one.token_ids
         states = capture_batch(target, [text], config.target_layer_ids, last=False)[0].aux_hidden_states.float()
-        walks.append(walk_acceptance(proposer, text, len(one.prompt_ids), states, config.block_size))
+        walks.append(walk_acceptance(proposer, text, len(one.prompt_ids), states, config.num_drafts + 1))
     return walks
 
 
@@ -205,7 +207,7 @@ def _parts_at(ours: Reference, theirs: ServedAnswer, target: Target | None) -> i
 
 
 def compare(references: Sequence[Reference], served: Served, block_size: int, texts: TextAgreement,
-            walked: Sequence[Sequence[Step]] | None = None) -> Comparison:
+            walked: Sequence[Sequence[Step]] | None = None, sample_from_anchor: bool = False) -> Comparison:
     """The figures and the verdict. References, answers and walks stand in the same order."""
     counted = [i for i, answer in enumerate(served.answers) if answer.counts is not None]
     answers = [served.answers[i] for i in counted]
@@ -249,7 +251,7 @@ def compare(references: Sequence[Reference], served: Served, block_size: int, te
         num_counted=len(counted), num_steps=steps, num_slots=num_slots, length=length,
         raw_length=1 + accepted / steps if num_slots and steps else None, slots=slots, texts=texts, visible_gap=visible,
         num_same_steps=same, verdict=verdict, warnings=warnings,
-        causes=_causes(rows, texts, num_slots, block_size, are_others) if verdict == "gap" else [])
+        causes=_causes(rows, texts, num_slots, block_size, are_others, sample_from_anchor) if verdict == "gap" else [])
 
 
 def _same_steps(steps: Sequence[Step], answer: ServedAnswer) -> bool:
@@ -270,12 +272,13 @@ def _apart(steps: Sequence[Step], answer: ServedAnswer) -> float:
 
 
 def _causes(rows: Sequence[Row], texts: TextAgreement, num_slots: int | None, block_size: int,
-            are_others: bool) -> list[str]:
+            are_others: bool, sample_from_anchor: bool) -> list[str]:
     length, *slots = rows
     return likely_causes(
         ours=[row.ours.value for row in slots], served=[row.served.value for row in slots if row.served is not None],
         is_off=are_others or any(row.beyond for row in rows), is_higher=length.beyond and length.gap.value > 0,
-        num_apart=texts.num_apart, positions=texts.positions, num_slots=num_slots, block_size=block_size)
+        num_apart=texts.num_apart, positions=texts.positions, num_slots=num_slots, block_size=block_size,
+        sample_from_anchor=sample_from_anchor)
 
 
 def _length_row(by_prompt: Sequence[Sequence[Step]], answers: Sequence[ServedAnswer], served: Served,

@@ -40,7 +40,7 @@ def training_walk(drafter: TrainedDrafter, target: Target, answers: Sequence[Ans
             continue
         stored = answer.states.bfloat16().to(dtype)
         drafted = propose_everywhere(network, ends, text, stored, anchors)
-        result.append(_placed(walk(text, mask, anchors, drafted), prompt_len, drafter.config.block_size))
+        result.append(_placed(walk(text, mask, anchors, drafted), prompt_len, drafter.config.num_drafts))
     return result
 
 
@@ -51,11 +51,11 @@ class _Ends(TargetEnds):
         return super().embed(token_ids).to(self.head.dtype)
 
 
-def _placed(counts: Sequence[tuple[int, int]], prompt_len: int, block_size: int) -> list[Step]:
+def _placed(counts: Sequence[tuple[int, int]], prompt_len: int, num_drafts: int) -> list[Step]:
     """Training's (accepted, added) of one answer as verify steps."""
     steps, position = [], prompt_len
     for accepted, added in counts:
-        steps.append(Step(position, block_size - 1, accepted, added))
+        steps.append(Step(position, num_drafts, accepted, added))
         position += added
     return steps
 

@@ -3,6 +3,10 @@ which that package and vLLM load.
 
 Each `config.json` says everything that an engine would otherwise guess: layer ids, mask token, RoPE theta at both
 places that engines read, window and layer types, and whether blocks are causal.
+
+`sample_from_anchor` (slot k says token a + k + 1, so a block of S tokens drafts S) is said in both. vLLM 0.32 refuses
+such a DFlash drafter by name ("sample_from_anchor=True is not supported for DFlash"); an engine that did not know the
+key would take slot k for token a + k, draft every token one place late, and accept next to nothing.
 """
 
 import json
@@ -15,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, check_fits_target, load_drafter
-from dflash_lib.drafter.network import FULL, SLIDING
+from dflash_lib.drafter.network import FULL, SLIDING, DrafterConfig
 from dflash_lib.files import atomic_path, read_json, write_json
 from dflash_lib.target.loading import Target
 
@@ -40,6 +44,16 @@ def _layer_config(drafter: TrainedDrafter) -> dict[str, Any]:
     }
 
 
+def serving_note(config: DrafterConfig) -> str:
+    """How many tokens a server is to draft with the exports, and which engine is known to refuse them."""
+    note = f"num_speculative_tokens: {config.num_drafts}"
+    if config.sample_from_anchor:
+        note += (" (sample_from_anchor: the anchor's slot drafts, too). vLLM 0.32 refuses such a drafter by name "
+                 "(\"sample_from_anchor=True is not supported for DFlash\"); an engine that ignored the key would draft "
+                 "every token one place late: look at its acceptance before you believe it")
+    return note
+
+
 def zlab_config(drafter: TrainedDrafter, dtype: str) -> dict[str, Any]:
     """The export's config.json. dtype: "bfloat16" or "float32", that of the saved tensors."""
     c = drafter.config
@@ -52,6 +66,8 @@ def zlab_config(drafter: TrainedDrafter, dtype: str) -> dict[str, Any]:
     if SLIDING not in c.layer_types:  # where some are, the engine decides by layer type; the key would override that
         config["dflash_config"]["is_causal"] = False
         config["is_causal"] = False
+    if c.sample_from_anchor:  # only then: engines that do not know the key read all other drafters rightly
+        config["dflash_config"]["sample_from_anchor"] = True
     if drafter.draft_vocab is not None:
         config["draft_vocab_size"] = len(drafter.draft_vocab)
     return config
@@ -106,11 +122,12 @@ def speculators_config(drafter: TrainedDrafter, dtype: str, verifier: str,
         "speculators_version": SPECULATORS_VERSION, "block_size": c.block_size, "mask_token_id": c.mask_token_id,
         "draft_vocab_size": c.draft_vocab_size or c.vocab_size, "target_hidden_size": None,
         "aux_hidden_state_layer_ids": [k + 1 for k in c.target_layer_ids],  # theirs name a layer's input
-        "sliding_window_non_causal": FULL in c.layer_types, "sample_from_anchor": False, "tie_word_embeddings": False,
+        "sliding_window_non_causal": FULL in c.layer_types, "sample_from_anchor": c.sample_from_anchor,
+        "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(drafter),
         "speculators_config": {
             "algorithm": "dflash", "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": c.block_size - 1,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": c.num_drafts,
                                   "verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": verifier, "architectures": verifier_architectures}},
     }

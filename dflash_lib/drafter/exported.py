@@ -1,19 +1,21 @@
-"""Reads z-lab's folder format back (export.py writes it), and finds the drafter in whatever folder holds one."""
+"""Finds the drafter in whatever folder holds one, and reads z-lab's folder format back (export.py writes it)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
+from dflash_lib.drafter.exported_parts import (
+    check_copy,
+    draft_vocabulary,
+    layer_fields,
+    read_tensors,
+    refuse,
+    unlike_layers,
+)
 from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, fill_network, load_drafter
-from dflash_lib.drafter.network import FULL, DFlashDrafter, DrafterConfig
+from dflash_lib.drafter.network import SLIDING, DFlashDrafter, DrafterConfig
+from dflash_lib.drafter.speculators_folder import is_speculators, load_speculators
 from dflash_lib.files import read_json
 from dflash_lib.target.loading import Target
-
-HEAD_TOLERANCE = 0.01  # relative: a head stored in bfloat16 is within 0.4 % of the target's
 
 
 def find_drafter(path: Path | str) -> Path:
@@ -33,19 +35,19 @@ def find_drafter(path: Path | str) -> Path:
 
 
 def open_drafter(path: Path | str, target: Target) -> TrainedDrafter:
-    """The drafter of a run folder, of its drafter/best, or of an exported folder. Raises DrafterError."""
+    """The drafter of a run folder, of its drafter/best, or of an exported folder: z-lab's format or the speculators
+    package's. Raises DrafterError."""
     folder = find_drafter(path)
-    if "speculators_model_type" in read_json(folder / "config.json"):
-        raise DrafterError(f"{folder}: a drafter in speculators' format, which is written only; give the run folder or "
-                           "an export in z-lab's format (export/zlab)")
+    if is_speculators(folder):
+        return load_speculators(folder, target)
     if is_exported(folder):
         return load_exported(folder, target)
     return load_drafter(folder)
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether config.json is an engine's (z-lab's format), not the workbench's own."""
-    return "dflash_config" in read_json(folder / "config.json")
+    """Whether config.json is an engine's (z-lab's format, or the speculators package's), not the workbench's own."""
+    return "dflash_config" in read_json(folder / "config.json") or is_speculators(folder)
 
 
 def load_exported(folder: Path | str, target: Target) -> TrainedDrafter:
@@ -56,95 +58,37 @@ def load_exported(folder: Path | str, target: Target) -> TrainedDrafter:
     """
     folder = Path(folder)
     config = _config(folder)
-    try:
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise DrafterError(f"{folder}: no readable model.safetensors ({error})") from error
-    head, vocab = tensors.pop("lm_head.weight", None), _draft_vocab(folder, tensors.pop("d2t", None), config)
+    tensors, identity = read_tensors(folder)
+    head, vocab = tensors.pop("lm_head.weight", None), draft_vocabulary(folder, tensors.pop("d2t", None), config)
     network = DFlashDrafter(config)
     fill_network(network, tensors, folder)
     if head is not None:
-        _check_head(folder, head, vocab, target)
-    try:
-        identity = json.loads(metadata.get("workbench", "{}")).get("target", {})
-    except (ValueError, AttributeError) as error:
-        raise DrafterError(f"{folder}: the workbench's entry in model.safetensors is damaged ({error})") from error
+        check_copy(folder, "lm_head.weight", head, target.head.weight, vocab)
     return TrainedDrafter(network, vocab, identity, {})
-
-
-def _refuse_unlike(folder: Path, c: dict[str, Any]) -> None:
-    """Raises DrafterError for what an engine obeys and this network does not compute: evaluated all the same, it would
-    be another drafter than the one that is served."""
-    rope: dict[str, Any] = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    thetas = {theta for theta in (c.get("rope_theta"), rope.get("rope_theta")) if theta is not None}
-    partial = {part for part in (c.get("partial_rotary_factor"), rope.get("partial_rotary_factor")) if part is not None}
-    causal = {c.get("is_causal"), c["dflash_config"].get("is_causal")} - {None}
-    sliding = "sliding_attention" in (c.get("layer_types") or ()) and c.get("use_sliding_window")
-    wrong = [text for text, is_wrong in (
-        (f"positions of type {kind!r}; only plain RoPE is known here", kind != "default"),
-        (f"two values for rope_theta: {sorted(thetas)}", len(thetas) > 1),
-        (f"partial_rotary_factor {sorted(partial)}; the whole width is rotated here", bool(partial - {1})),
-        ("is_causal true; blocks are bidirectional here", True in causal),
-        ("is_causal false for sliding-window layers, which are causal here", bool(sliding) and False in causal),
-        (f"hidden_act {c.get('hidden_act')!r}; silu is used here", c.get("hidden_act", "silu") != "silu"),
-        ("attention_bias", bool(c.get("attention_bias"))), ("mlp_bias", bool(c.get("mlp_bias")))) if is_wrong]
-    if wrong:
-        raise DrafterError(f"{folder}/config.json: the workbench cannot evaluate this drafter: {'; '.join(wrong)}")
 
 
 def _config(folder: Path) -> DrafterConfig:
     c = read_json(folder / "config.json")
     try:
         dflash: dict[str, Any] = c["dflash_config"]
-        _refuse_unlike(folder, c)
-        num_layers = c["num_hidden_layers"]
-        theta = c.get("rope_theta", (c.get("rope_parameters") or {}).get("rope_theta"))
-        if theta is None:
-            raise KeyError("rope_theta")
+        causal = {c.get("is_causal"), dflash.get("is_causal")} - {None}
+        sizes = {c.get("block_size"), dflash.get("block_size")} - {None}  # newer ones of z-lab say it among the latter
+        if not sizes:
+            raise KeyError("block_size")
+        anchored = {c.get("sample_from_anchor"), dflash.get("sample_from_anchor")} - {None}
+        sliding = SLIDING in (c.get("layer_types") or ()) and c.get("use_sliding_window")
+        refuse(folder, unlike_layers(c) + [text for text, is_wrong in (
+            ("is_causal true; blocks are bidirectional here", True in causal),
+            ("is_causal false for sliding-window layers, which are causal here", bool(sliding) and False in causal),
+            (f"two values for block_size: {sorted(sizes)}", len(sizes) > 1),
+            ("two values for sample_from_anchor", len(anchored) > 1)) if is_wrong])
         return DrafterConfig(
-            hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
-            num_attention_heads=c["num_attention_heads"], num_key_value_heads=c["num_key_value_heads"],
-            head_dim=c["head_dim"], rms_norm_eps=c["rms_norm_eps"], rope_theta=theta,
-            max_position_embeddings=c["max_position_embeddings"], vocab_size=c["vocab_size"],
-            num_target_layers=c["num_target_layers"], target_layer_ids=dflash["target_layer_ids"],
-            block_size=c["block_size"], mask_token_id=dflash["mask_token_id"],
-            layer_types=c.get("layer_types") or [FULL] * num_layers,
-            sliding_window=c.get("sliding_window") if c.get("use_sliding_window") else None,
-            draft_vocab_size=c.get("draft_vocab_size"))
+            **layer_fields(c), num_target_layers=c["num_target_layers"], target_layer_ids=dflash["target_layer_ids"],
+            block_size=sizes.pop(), mask_token_id=dflash["mask_token_id"],
+            draft_vocab_size=c.get("draft_vocab_size"), sample_from_anchor=next(iter(anchored), False))
     except KeyError as error:
         raise DrafterError(f"{folder}/config.json: {error.args[0]} is missing; an exported drafter has it") from error
     except DrafterError:
         raise
     except (TypeError, ValueError, AttributeError) as error:
         raise DrafterError(f"{folder}/config.json: {error}") from error
-
-
-def _draft_vocab(folder: Path, offsets: Tensor | None, config: DrafterConfig) -> Tensor | None:
-    """int64 target ids of the reduced head, from d2t's offsets."""
-    if (None if offsets is None else len(offsets)) != config.draft_vocab_size:
-        raise DrafterError(f"{folder}: d2t has {'no' if offsets is None else len(offsets)} entries, config.json's "
-                           f"draft_vocab_size is {config.draft_vocab_size}")
-    if offsets is None:
-        return None
-    vocab = offsets.long() + torch.arange(len(offsets))
-    if vocab.min() < 0 or vocab.max() >= config.vocab_size or len(vocab.unique()) < len(vocab):
-        raise DrafterError(f"{folder}: d2t leads to tokens {int(vocab.min())} to {int(vocab.max())}, "
-                           f"{len(vocab.unique())} different ones for {len(vocab)} entries; the target has "
-                           f"{config.vocab_size} tokens")
-    return vocab
-
-
-def _check_head(folder: Path, head: Tensor, vocab: Tensor | None, target: Target) -> None:
-    own = target.head.weight.detach().cpu()
-    if vocab is not None and vocab.max() >= len(own):
-        raise DrafterError(f"{folder}: d2t leads to token {int(vocab.max())}, the target has {len(own)}")
-    own = (own if vocab is None else own[vocab]).float()
-    if head.shape != own.shape:
-        raise DrafterError(f"{folder}: the drafter is one of another target: its head is {list(head.shape)}, that of "
-                           f"the target {list(own.shape)}")
-    if not torch.allclose(head.float(), own, rtol=HEAD_TOLERANCE, atol=float(HEAD_TOLERANCE * own.abs().mean())):
-        raise DrafterError(f"{folder}: its head (lm_head.weight) is not made of the target's rows: a drafter of "
-                           "another target, or one with a head of its own, which the workbench cannot evaluate")

@@ -101,16 +101,17 @@ class DrafterProposer:
         return ids if self.draft_vocab is None else self.draft_vocab.to(ids.device)[ids]
 
     def _logits(self, anchor: int, num_tokens: int) -> Tensor:
-        """[num_tokens, rows of the head]: for the slots behind the anchor."""
-        if not 1 <= num_tokens < self.config.block_size:
-            raise ValueError(f"{num_tokens} draft tokens asked of a drafter with block_size {self.config.block_size} "
-                             f"(1 to {self.config.block_size - 1})")
+        """[num_tokens, rows of the head]: of the first slots that draft, the anchor's own or the one behind it on."""
+        c = self.config
+        if not 1 <= num_tokens <= c.num_drafts:
+            raise ValueError(f"{num_tokens} draft tokens asked of a drafter with block_size {c.block_size}"
+                             f"{' and sample_from_anchor' if c.sample_from_anchor else ''} (1 to {c.num_drafts})")
         if self.cache is None:
             raise ValueError("propose before the first extend: the drafter has no context yet")
         device = self.head.device
         anchor_embedding = self.embedding(torch.tensor([anchor], device=device))
         # always the trained block: a shorter one would show its slots fewer neighbours than in training
-        embedded = torch.cat([anchor_embedding, self.mask_embedding.expand(self.config.block_size - 1, -1)])
+        embedded = torch.cat([anchor_embedding, self.mask_embedding.expand(c.block_size - 1, -1)])
         hidden = self.network(embedded[None, None].to(self.network.fc.weight.dtype),
                               torch.tensor([[self.num_context]], device=device), self.cache)
-        return F.linear(hidden[0, 0, 1:num_tokens + 1], self.head.to(hidden.dtype))
+        return F.linear(hidden[0, 0, c.first_slot:c.first_slot + num_tokens], self.head.to(hidden.dtype))

@@ -67,12 +67,17 @@ def evaluation_checks(comparison: Comparison, dtype: str) -> list[dict[str, Any]
 
 
 def rendering_notes(drafters: Sequence[NamedDrafter], rendering: TemplateOptions) -> list[str]:
-    """What about the drafters a reader must know to believe the figures: an unknown target, another rendering."""
+    """What about the drafters a reader must know to believe the figures: an unknown target, another rendering, a
+    convention that engines do not serve."""
     notes = []
     for drafter in drafters:
         if not drafter.drafter.target:
             notes.append(f"{drafter.name}: the export does not say which target it was trained for; only shapes were "
                          "compared with this one's.")
+        if drafter.drafter.config.sample_from_anchor:
+            notes.append(f"{drafter.name}: sample_from_anchor: the anchor's slot drafts, too, so a verify step has "
+                         f"{drafter.block_size} tokens. vLLM 0.32 refuses such a drafter by name, and an engine that "
+                         "ignored the key would draft every token one place late.")
         trained = None if drafter.rows is None else drafter.rows.options.template
         if trained is not None and (trained.thinking, trained.template_kwargs) != (
                 rendering.thinking, rendering.template_kwargs):
@@ -180,7 +185,8 @@ def _drafter(comparison: Comparison, e: Evaluation) -> dict[str, Any]:
     proposers, leads = e.proposers()
     difference = comparison.differences.get(e.name)
     return {
-        "name": e.name, "path": str(e.path), "block_size": e.block_size, "target_layer_ids": list(e.layer_ids),
+        "name": e.name, "path": str(e.path), "block_size": e.block_size,
+        "sample_from_anchor": e.sample_from_anchor, "target_layer_ids": list(e.layer_ids),
         "knows_target": e.knows_target, "acceptance_length": vars(e.acceptance),
         "difference_to_first": None if difference is None else vars(difference), "slots": asdict(e.slots),
         "accepted_histogram": e.histogram, "by_set": {name: vars(i) for name, i in e.by_set.items()},
@@ -241,7 +247,7 @@ def _section(out: Path, number: int, e: Evaluation, results: Sequence[SideBySide
         [row["prompt"], row["slot"], row["context"], row["drafted"], row["wanted"]] for row in e.rejected_examples])
     example = showpiece(results, e.way)
     return f"""<section class="card"><h2>{escape(e.name)}</h2>
-<p class="muted">block size {e.block_size}, layers {", ".join(map(str, e.layer_ids))}</p>
+<p class="muted">block size {e.block_size}{" (sample_from_anchor)" if e.sample_from_anchor else ""}, layers {", ".join(map(str, e.layer_ids))}</p>
 {"".join(_image(out, name, captions[name]) for name in own)}
 <h3>Refused drafts that occur most often</h3>{frequent}
 <details><summary>Examples, evenly spread over all refused drafts</summary>{examples}</details>

@@ -11,7 +11,7 @@ from dflash_lib.decoding.side_by_side import decode_side_by_side
 from dflash_lib.decoding.speculative import SpeculativeDecoded, Step
 from dflash_lib.decoding.training_walk import compare_walk, training_walk
 from dflash_lib.drafter import DrafterProposer, TrainedDrafter, TrainOptions
-from dflash_lib.drafter.network import DFlashDrafter
+from dflash_lib.drafter.network import DFlashDrafter, DrafterConfig
 from dflash_lib.drafter.training import drafter_config
 from tests.decoding.test_evaluation import LAYER_IDS, PROMPTS
 
@@ -26,6 +26,13 @@ def make_drafter(target, draft_vocab=None) -> TrainedDrafter:
         if parameter.dim() > 1:
             parameter.mul_(8)
     return TrainedDrafter(network, draft_vocab, target.identity, {})
+
+
+def changed(drafter: TrainedDrafter, **changes) -> TrainedDrafter:
+    """The same weights under another configuration."""
+    network = DFlashDrafter(DrafterConfig(**{**drafter.config.to_dict(), **changes}))
+    network.load_state_dict(drafter.network.state_dict())
+    return TrainedDrafter(network.eval().requires_grad_(False), drafter.draft_vocab, drafter.target, {})
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, TrainedDrafter, export_speculators, export_zlab
+from dflash_lib.drafter import (
+    DrafterError,
+    DrafterProposer,
+    TrainedDrafter,
+    export_speculators,
+    export_zlab,
+    serving_note,
+)
 from dflash_lib.drafter.export import export_differences
 from dflash_lib.drafter.exported import find_drafter, load_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
-from tests.decoding.test_training_walk import make_drafter
+from tests.decoding.test_training_walk import changed, make_drafter
 
 
 @pytest.fixture
@@ -24,15 +31,16 @@ def saved(tiny_llama, tmp_path):
 
 
 def same(one: TrainedDrafter, other: TrainedDrafter) -> bool:
-    theirs = other.network.state_dict()
-    return (one.config == other.config and torch.equal(one.draft_vocab, other.draft_vocab)
+    theirs, vocab = other.network.state_dict(), (one.draft_vocab, other.draft_vocab)
+    return (one.config == other.config and (vocab == (None, None) or torch.equal(*vocab))
             and one.target == other.target
             and all(torch.equal(p, theirs[name]) for name, p in one.network.state_dict().items()))
 
 
 def test_every_folder_leads_to_the_same_drafter(tiny_llama, saved):
     made = make_drafter(tiny_llama, torch.tensor([2, 7, 90]))
-    for folder in (saved / "run", saved / "run" / "drafter" / "best", saved / "zlab"):
+    export_speculators(saved / "run" / "drafter" / "best", tiny_llama, saved / "speculators", dtype="float32")
+    for folder in (saved / "run", saved / "run" / "drafter" / "best", saved / "zlab", saved / "speculators"):
         assert same(open_drafter(folder, tiny_llama), made), folder
         assert not any(p.requires_grad for p in open_drafter(folder, tiny_llama).network.parameters())
 
@@ -44,6 +52,28 @@ def test_bfloat16_exports_come_back_rounded(tiny_llama, saved):
     assert torch.equal(back.network.fc.weight, made.network.fc.weight.bfloat16().float())
 
 
+def test_both_exports_say_which_slots_draft(tiny_llama, tmp_path):
+    """A block of 4 whose anchor's slot drafts as well drafts 4 tokens; z-lab's format has the key only then."""
+    written = []
+    for name, anchored in (("without", False), ("with", True)):
+        drafter = changed(make_drafter(tiny_llama), sample_from_anchor=anchored)
+        save_drafter(tmp_path / name, drafter)
+        zlab = export_zlab(tmp_path / name, tiny_llama, tmp_path / name / "zlab", dtype="float32")
+        theirs = export_speculators(tmp_path / name, tiny_llama, tmp_path / name / "speculators", dtype="float32")
+        assert export_differences(tmp_path / name, tiny_llama, tmp_path / name / "zlab") == []
+        for folder in ("zlab", "speculators"):
+            assert same(open_drafter(tmp_path / name / folder, tiny_llama), drafter), folder
+        written.append((zlab, theirs))
+        note = serving_note(drafter.config)
+        assert note.startswith(f"num_speculative_tokens: {3 + anchored}")
+        assert ("sample_from_anchor=True is not supported for DFlash" in note) == anchored
+    assert "sample_from_anchor" not in written[0][0]["dflash_config"]
+    assert written[1][0]["dflash_config"].pop("sample_from_anchor") is True and written[0][0] == written[1][0]
+    said = [(c.pop("sample_from_anchor"), c["speculators_config"]["proposal_methods"][0].pop("speculative_tokens"))
+            for _, c in written]
+    assert said == [(False, 3), (True, 4)] and written[0][1] == written[1][1]
+
+
 def test_folders_without_a_drafter(saved, tmp_path):
     with pytest.raises(DrafterError, match="nowhere: no such drafter folder"):
         find_drafter(tmp_path / "nowhere")
@@ -53,12 +83,6 @@ def test_folders_without_a_drafter(saved, tmp_path):
     (tmp_path / "empty" / "params.yaml").write_text("")
     with pytest.raises(DrafterError, match="no trained drafter yet"):
         find_drafter(tmp_path / "empty")
-
-
-def test_speculators_format_is_refused_by_name(tiny_llama, saved):
-    export_speculators(saved / "run" / "drafter" / "best", tiny_llama, saved / "speculators")
-    with pytest.raises(DrafterError, match="speculators' format, which is written only.*export/zlab"):
-        open_drafter(saved / "speculators", tiny_llama)
 
 
 def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
@@ -88,6 +112,14 @@ def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
             ("one token", None, lambda t: t["d2t"].copy_(7 - torch.arange(3)), "1 different ones for 3 entries"),
             ("one NaN", None, lambda t: t["fc.weight"].view(-1)[5].fill_(torch.nan), "not finite.*: fc.weight"),
             ("zeros", None, lambda t: t["fc.weight"].zero_(), "all zero: fc.weight"),
+            ("two sizes", lambda c: c["dflash_config"].update(block_size=5), None, "two values for block_size: \\[4, 5\\]"),
+            ("two conventions", lambda c: (c.update(sample_from_anchor=False), c["dflash_config"].update(
+                sample_from_anchor=True)), None, "two values for sample_from_anchor"),
+            ("no convention", lambda c: c["dflash_config"].update(sample_from_anchor=2), None,
+             "sample_from_anchor must be true or false, found 2"),
+            ("no size", lambda c: c.pop("block_size"), None, "block_size is missing"),
+            ("no layer types", lambda c: (c.pop("layer_types"), c.update(use_sliding_window=True)), None,
+             "use_sliding_window without layer_types"),
             ("half a block", lambda c: c.update(block_size=8.0), None, "block_size must be a whole number"),
             ("causal", lambda c: c.update(is_causal=True), None, "is_causal true"),
             ("causal, too", lambda c: c["dflash_config"].update(is_causal=True), None, "is_causal true"),
@@ -107,6 +139,14 @@ def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
     (cut / "model.safetensors").unlink()
     with pytest.raises(DrafterError, match="no readable model.safetensors"):
         load_exported(cut, tiny_llama)
+
+
+def test_newer_exports_of_z_lab_say_the_block_size_elsewhere(tiny_llama, saved):
+    path = saved / "zlab" / "config.json"
+    config = json.loads(path.read_text())
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    path.write_text(json.dumps(config))
+    assert load_exported(saved / "zlab", tiny_llama).config.block_size == 4
 
 
 def test_a_drafter_of_another_target_is_refused(tiny_llama, tiny_qwen3_5, saved):
