@@ -17,17 +17,18 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.common import note_machine, table  # noqa: E402
-from dflash_lib.conversations.prepare import PreparedRows, prepare  # noqa: E402
+from dflash_lib.conversations.prepare import PrepareOptions, prepare  # noqa: E402
 from dflash_lib.conversations.rendering import ChatTemplate  # noqa: E402
 from dflash_lib.decoding.acceptance import Interval  # noqa: E402
 from dflash_lib.decoding.eval_prompts import read_prompts  # noqa: E402
@@ -35,7 +36,7 @@ from dflash_lib.decoding.evaluation import Answer, answer_prompts  # noqa: E402
 from dflash_lib.decoding.training_walk import training_walk  # noqa: E402
 from dflash_lib.drafter.dataset import split_samples  # noqa: E402
 from dflash_lib.drafter.exported import open_drafter  # noqa: E402
-from dflash_lib.drafter.training import TrainOptions  # noqa: E402
+from dflash_lib.drafter.training import TrainOptions, read_log  # noqa: E402
 from dflash_lib.files import hash_value, read_json, write_json  # noqa: E402
 from dflash_lib.hidden_states.extraction import start_extraction  # noqa: E402
 from dflash_lib.hidden_states.formats import open_states  # noqa: E402
@@ -46,6 +47,7 @@ from dflash_lib.target.capture import default_layer_ids  # noqa: E402
 from dflash_lib.target.loading import Target, load_target  # noqa: E402
 from dflash_lib.workbench.parameters import declared_parameters, read_parameters_file  # noqa: E402
 from dflash_lib.workbench.variants import Outcome, Variant, run_variants, train_options  # noqa: E402
+from tests import speculators_package  # noqa: E402
 
 JOB = REPOSITORY / "notebooks" / "params" / "demo_hybrid.yaml"
 OURS = "ours"
@@ -99,9 +101,7 @@ def open_store(options: argparse.Namespace, params: dict, target: Target) -> Hid
     return HiddenStateStore.open(options.work_dir / "states")
 
 
-def prepare_options(options: argparse.Namespace, params: dict):
-    from dflash_lib.conversations.prepare import PrepareOptions
-
+def prepare_options(options: argparse.Namespace, params: dict) -> PrepareOptions:
     return PrepareOptions(max_samples=options.conversations, max_length=params["max_length"])
 
 
@@ -124,8 +124,6 @@ class Seen:
 
 def seen_by_ours(folder: Path, store: HiddenStateStore, options: TrainOptions) -> Seen:
     """Of a finished training of ours: documents in the order of the epochs, so that the tokens follow from it."""
-    from dflash_lib.drafter.training import read_log
-
     train = split_samples(store, options.validation_samples, options.seed).train
     rows, _ = read_log(folder)
     documents = options.steps * options.batch_samples
@@ -137,8 +135,6 @@ def seen_by_ours(folder: Path, store: HiddenStateStore, options: TrainOptions) -
 def train_theirs(folder: Path, extra: list[str], store: HiddenStateStore, options: TrainOptions, least: Seen,
                  target: Target, rows: Path, threads: int) -> dict:
     """Trains theirs in `folder` as far as it is not finished; what it saw, its seconds, its checkpoint's folder."""
-    from tests import speculators_package
-
     lengths = [store.length(i) for i in store.sample_indices]
     row_length = max(*lengths, math.ceil(options.batch_samples * np.mean(lengths)))
     config = target.config
@@ -179,8 +175,6 @@ def measure_theirs(work_dir: Path, name: str, extra: list[str], seeds: list[int]
                    options: TrainOptions, ours: dict[int, Seen], target: Target, answers: list[Answer],
                    threads: int) -> tuple[Outcome, list[Seen]]:
     """Trains theirs with every seed, on at least what ours saw, and walks each last drafter."""
-    from dataclasses import replace
-
     rows = work_dir / "rows"
     convert(open_states(store.folder), rows, ConvertOptions(to="speculators", with_states=False), show=False)
     counts, seconds, seen = [], [], []
@@ -218,8 +212,6 @@ def report(outcomes: list[Outcome], seen: dict[str, list[Seen]], seeds: list[int
 
 def main() -> None:
     options = arguments()
-    import torch
-
     torch.set_num_threads(options.threads)
     params, work_dir = job_parameters(), options.work_dir.resolve()
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -228,11 +220,9 @@ def main() -> None:
     answers = held_out_answers(options, params, target, store.target_layer_ids)
     note_machine("Before")
     recipe = train_options(params, steps=options.steps, validation_interval=options.steps,
-                           checkpoint_interval=options.steps)
-    if options.conversations is not None:
-        recipe = train_options(params, steps=options.steps, validation_interval=options.steps,
-                               checkpoint_interval=options.steps, validation_samples=2)
-    print("ours:", json.dumps({name: value for name, value in vars(recipe).items()}), flush=True)
+                           checkpoint_interval=options.steps,
+                           validation_samples=min(params["validation_samples"], store.num_samples // 10))
+    print("ours:", json.dumps(asdict(recipe)), flush=True)
     outcomes = run_variants(work_dir, [Variant(OURS, store.folder, recipe)], options.seeds, target, answers,
                             threads=options.threads)
     seen = {OURS: [seen_by_ours(work_dir / OURS / f"seed-{seed}", store, recipe) for seed in options.seeds]}

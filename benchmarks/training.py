@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--conversations", type=Path, default=REPOSITORY / "data" / "demo_conversations.jsonl")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=["time", "memory"], default=["time", "memory"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--memory-steps", type=int, default=3)
     parser.add_argument("--peak-tflops", type=float, help="of the device in bfloat16; known for some GPUs")
@@ -165,15 +166,14 @@ def main() -> None:
     print(f"{options.model.name if options.model else 'Random weights and documents'}: hidden size {options.hidden}, "
           f"vocabulary {options.vocab:,}, {options.aux_layers} aux layers, a row of {options.tokens:,} tokens, at most "
           f"{options.anchors} anchors of block {options.block}, {options.threads} threads on {options.device}")
-    report_times(options, [line for layers in options.layers for line in run_worker(
-        environment, "--worker", "time", "--layers", layers)])
-    memory = {}
-    for layers in options.layers:
-        for kind in options.losses:
-            for side in ["Ours"] if options.no_speculators else ["Ours", "Theirs"]:
-                memory[layers, kind, side], = run_worker(environment, "--worker", side, "--layers", layers, "--losses",
-                                                         kind)
-    report_memory(options, memory)
+    if "time" in options.parts:
+        report_times(options, [line for layers in options.layers for line in run_worker(
+            environment, "--worker", "time", "--layers", layers)])
+    if "memory" in options.parts:
+        sides = ["Ours"] if options.no_speculators else ["Ours", "Theirs"]
+        found = [line for layers in options.layers for kind in options.losses for side in sides for line in run_worker(
+            environment, "--worker", side, "--layers", layers, "--losses", kind)]
+        report_memory(options, {(line["layers"], line["loss"], line["side"]): line for line in found})
     note_machine("After")
     print(f"Peak of the measuring processes: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6:.1f} GB")
 
