@@ -22,6 +22,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import median
 
@@ -81,8 +82,17 @@ def measure_times(options: argparse.Namespace, num_layers: int) -> None:
         for _ in range(1 if options.device == "cpu" else 4):  # allocators, compilers
             for side in sides.values():
                 side.step()
-        seconds = in_turns({name: side.step for name, side in sides.items()}, options.rounds)
-        print(json.dumps({"layers": num_layers, "loss": kind, "seconds": seconds, "slots": slots,
+        busy: dict[str, list[float]] = {name: [] for name in sides}
+
+        def way(name, sides=sides, busy=busy):
+            def step() -> None:
+                start = time.process_time()
+                sides[name].step()
+                busy[name].append(time.process_time() - start)
+            return step
+
+        seconds = in_turns({name: way(name) for name in sides}, options.rounds)
+        print(json.dumps({"layers": num_layers, "loss": kind, "seconds": seconds, "busy": busy, "slots": slots,
                           "anchors": len(world.packed_anchors()), "documents": len(world.samples),
                           "tokens": world.num_tokens, "flops": step_flops(world, slots, kind == "kl"),
                           "parameters": sum(p.numel() for p in sides["ours"].trained)}), flush=True)
@@ -198,16 +208,18 @@ def report_times(options: argparse.Namespace, found: list[dict]) -> None:
         if "theirs" in line["seconds"]:
             value, text = share(line["seconds"]["ours"], line["seconds"]["theirs"])
             wanted = WANTED[line["loss"]]
-            cells += [text, f"{wanted} {'met' if value <= wanted else 'MISSED'}"]
+            cells += [text, f"{wanted} {'met' if value <= wanted else 'MISSED'}",
+                      share(line["busy"]["ours"], line["busy"]["theirs"])[1] if options.device == "cpu" else ""]
         else:
-            cells += ["not measured", ""]
+            cells += ["not measured", "", ""]
         rows.append(cells)
     print(f"\n## Time of a step\n\n{options.rounds} steps of each in turns, medians; ours over theirs, the least and "
           f"the largest of the turns beside it. TFLOP/s: of the work that a step needs, the same for both"
-          f"{'' if peak is None else ', and as a share of the peak'}.")
+          f"{'' if peak is None else ', and as a share of the peak'}. In the last column CPU "
+          "time, which other work on the machine hardly moves.")
     work = "TFLOP/s" if peak is None else "TFLOP/s (utilisation)"
     table(["drafter layers", "loss", "anchors", "supervised slots", "ours, ms", "tokens/s", work, "theirs, ms",
-           "tokens/s", work, "ours/theirs", "wanted, at most"], rows)
+           "tokens/s", work, "ours/theirs", "wanted, at most", "ours/theirs, CPU time"], rows)
 
 
 def report_memory(options: argparse.Namespace, memory: dict) -> None:
