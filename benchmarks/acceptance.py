@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY) not in sys.path:
@@ -73,6 +74,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--theirs", nargs="+", type=int, choices=[0, 1, 2], default=[0, 1],
                         help="recipes: 0 its defaults, 1 with our rate and schedule, 2 with KL, too")
+    parser.add_argument("--ours", nargs="+", default=[], metavar="CHANGES", help="more recipes of ours, each one "
+                        "argument: 'slots_per_anchor=7 gamma=4'; their steps and tokens are those of the job's")
     parser.add_argument("--prompts", type=int, help="of each prompt file (default: all)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
@@ -111,6 +114,11 @@ def held_out_answers(options: argparse.Namespace, params: dict, target: Target, 
     files = [REPOSITORY / params["heldout_prompts"], *sorted((REPOSITORY / "data" / "eval_prompts").glob("*.jsonl"))]
     prompts = [prompt for path in files for prompt in read_prompts(path, template, options.prompts)]
     return answer_prompts(target, prompts, options.max_new_tokens, layer_ids)
+
+
+def changed(changes: str) -> dict:
+    """'name=value name=value' as fields of TrainOptions; values as YAML reads them."""
+    return {name: yaml.safe_load(value) for name, value in (part.split("=", 1) for part in changes.split())}
 
 
 @dataclass(frozen=True)
@@ -223,9 +231,11 @@ def main() -> None:
                            checkpoint_interval=options.steps,
                            validation_samples=min(params["validation_samples"], store.num_samples // 10))
     print("ours:", json.dumps(asdict(recipe)), flush=True)
-    outcomes = run_variants(work_dir, [Variant(OURS, store.folder, recipe)], options.seeds, target, answers,
-                            threads=options.threads)
-    seen = {OURS: [seen_by_ours(work_dir / OURS / f"seed-{seed}", store, recipe) for seed in options.seeds]}
+    variants = [Variant(OURS, store.folder, recipe)] + [
+        Variant(f"{OURS}, {changes}", store.folder, replace(recipe, **changed(changes))) for changes in options.ours]
+    outcomes = run_variants(work_dir, variants, options.seeds, target, answers, threads=options.threads)
+    seen = {variant.name: [seen_by_ours(work_dir / variant.name / f"seed-{seed}", store,
+                                         replace(variant.options, seed=seed)) for seed in options.seeds] for variant in variants}
     by_seed = dict(zip(options.seeds, seen[OURS], strict=True))
     recipes = list(their_recipes(recipe).items())
     for number in options.theirs:
