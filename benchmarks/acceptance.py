@@ -234,8 +234,8 @@ def main() -> None:
     variants = [Variant(OURS, store.folder, recipe)] + [
         Variant(f"{OURS}, {changes}", store.folder, replace(recipe, **changed(changes))) for changes in options.ours]
     outcomes = run_variants(work_dir, variants, options.seeds, target, answers, threads=options.threads)
-    seen = {variant.name: [seen_by_ours(work_dir / variant.name / f"seed-{seed}", store,
-                                         replace(variant.options, seed=seed)) for seed in options.seeds] for variant in variants}
+    seen = {variant.name: [seen_by_ours(work_dir / variant.name / f"seed-{seed}", store, replace(
+        variant.options, seed=seed)) for seed in options.seeds] for variant in variants}
     by_seed = dict(zip(options.seeds, seen[OURS], strict=True))
     recipes = list(their_recipes(recipe).items())
     for number in options.theirs:
