@@ -37,7 +37,8 @@ from dflash_lib.decoding.evaluation import Answer, answer_prompts  # noqa: E402
 from dflash_lib.decoding.training_walk import training_walk  # noqa: E402
 from dflash_lib.drafter.dataset import split_samples  # noqa: E402
 from dflash_lib.drafter.exported import open_drafter  # noqa: E402
-from dflash_lib.drafter.training import TrainOptions, read_log  # noqa: E402
+from dflash_lib.drafter.recipe import TrainOptions  # noqa: E402
+from dflash_lib.drafter.training_log import read_log  # noqa: E402
 from dflash_lib.files import hash_value, read_json, write_json  # noqa: E402
 from dflash_lib.hidden_states.extraction import start_extraction  # noqa: E402
 from dflash_lib.hidden_states.formats import open_states  # noqa: E402

@@ -4,7 +4,11 @@ Both give a sample with all that a training batch needs: token ids, loss mask, a
 are measured in one process, which has the real speculators 0.9.0 on its path (tests/speculators_package.py). "cold":
 ahead of each turn the files of both are dropped from the page cache with posix_fadvise(DONTNEED), which needs no rights
 and leaves other programs' files alone; how much then really came from the disk is counted. A cold read of the store is
-told what comes next, as training tells it.
+told what comes next, as training tells it. Compressed stores are read through HDF5, too, as they were before their
+chunks were decoded by the library itself.
+
+Last, how well making training batches hides behind computing: steps that multiply matrices in the main thread, alone,
+with each batch made before its step, and made by `drafter.prefetch` meanwhile.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,13 +34,19 @@ if str(REPOSITORY) not in sys.path:
 
 from benchmarks.common import in_turns, json_lines, make_random_plan, ratio, table, write_random_store  # noqa: E402
 from dflash_lib.conversations.prepare import PreparedRows  # noqa: E402
+from dflash_lib.hidden_states.chunk_filters import ChunkFilters  # noqa: E402
 from dflash_lib.hidden_states.plan import ExtractionOptions  # noqa: E402
+from dflash_lib.hidden_states.schema import get_encoding  # noqa: E402
 from dflash_lib.hidden_states.store import HiddenStateStore  # noqa: E402
 
 WANTED = 3.0
 FORMS = ({"encoding": "bf16", "last_state": "all"}, {"encoding": "bf16", "last_state": "supervised"},
-         {"encoding": "bf16+zstd", "last_state": "supervised"})  # the first has all that their layout has
+         {"encoding": "bf16+zstd", "last_state": "supervised"},
+         {"encoding": "fp8+zstd", "last_state": "supervised"})  # the first has all that their layout has
 AHEAD = 8  # samples that a reader is told of before it asks for them
+BATCH = 4  # samples
+STEP_S, NUM_STEPS = 0.1, 25  # of the steps that batches hide behind: about as long as the demo's
+WANTED_WAIT = 0.02  # of a step
 
 
 def drop_from_cache(folders: list[Path]) -> None:
@@ -96,8 +107,9 @@ def measure(store_folder: Path, exported: Path, num_reads: int, repeats: int, co
     shuffled = np.random.default_rng(0).permutation(indices)[:num_reads].tolist()
     stored = [i for shard in store.shards for i in store.plan.samples_of(shard)]
     folders = [store_folder, exported]
+    form = f"{store.plan.encoding}, last state {store.plan.last_state}"
 
-    def ours(order):
+    def ours(order, store=store):
         def read() -> None:
             for number, index in enumerate(order):
                 if number % AHEAD == 0:
@@ -123,8 +135,15 @@ def measure(store_folder: Path, exported: Path, num_reads: int, repeats: int, co
                 collate([data[index] for index in order[start:start + 4]])
         return read
 
-    training = TrainingData(store, indices, batch_samples=4, anchors_per_sample=32, slots_per_anchor=2, block_size=8,
-                            mask_token_id=0, gamma=1.5, need_last=True, seed=0)
+    def batches_of(store) -> TrainingData:
+        return TrainingData(store, indices, batch_samples=BATCH, anchors_per_sample=32, slots_per_anchor=2,
+                            block_size=8, mask_token_id=0, gamma=1.5, need_last=True, seed=0)
+
+    training, through_hdf5 = batches_of(store), None
+    if get_encoding(store.plan.encoding).zstd:
+        with mock.patch.object(ChunkFilters, "of", classmethod(lambda *_: None)):
+            through_hdf5 = HiddenStateStore.open(store_folder)
+            through_hdf5.read_ahead(indices)  # knows all layouts from here on
     trained = [index for number in range(num_reads // 4) for _, index in training.chosen(number)]
     # the reads of both sides are the same samples; one after another is each side's own order on the disk
     cases = [("random", shuffled, shuffled, ours(shuffled)), ("one after another", stored, indices, ours(stored)),
@@ -136,7 +155,8 @@ def measure(store_folder: Path, exported: Path, num_reads: int, repeats: int, co
         assert len(data) == len(indices)
         for index in shuffled[:20]:
             a, b = store.read(index), data[index]
-            assert torch.equal(b["hidden_states"], a.aux_hidden_states.flatten(1)), "the same states"
+            assert get_encoding(store.plan.encoding).fp8 or torch.equal(
+                b["hidden_states"], a.aux_hidden_states.flatten(1)), "the same states"
             rows = slice(None) if a.last_rows is None else a.last_rows
             assert torch.equal(b["verifier_last_hidden_states"][rows], a.last_hidden_state_prenorm)
             assert b["loss_mask"].tolist() == a.loss_mask.tolist() and b["input_ids"].tolist() == a.input_ids.tolist()
@@ -144,6 +164,8 @@ def measure(store_folder: Path, exported: Path, num_reads: int, repeats: int, co
     for name, order, their_order, read in cases[:None if every_case else 1]:
         num_bytes = sum(store.length(index) for index in order) * store.plan.bytes_per_token
         ways = {"store": read}
+        if through_hdf5 is not None:
+            ways["hdf5"] = ours(order, through_hdf5)
         if compare and "batches" in name:
             longest = 4 * max(store.length(index) for index in order)
             ways["arrow"] = packed(data, CollateFn(longest, store.hidden_size, len(store.target_layer_ids),
@@ -167,10 +189,51 @@ def measure(store_folder: Path, exported: Path, num_reads: int, repeats: int, co
 
             seconds = in_turns({label: counted(label, way) for label, way in ways.items()}, repeats,
                                (lambda: drop_from_cache(folders)) if cache == "cold" else (lambda: None))
-            form = f"{store.plan.encoding}, last state {store.plan.last_state}"
             print(json.dumps({"form": form, "order": name, "cache": cache, "num": len(order), "bytes": num_bytes,
                               "seconds": seconds, "from_disk": fetched}), flush=True)
     print(json.dumps({"disk": [before, disk_rate(store_folder)]}))
+    data = {"store": training} | ({} if through_hdf5 is None else {"hdf5": batches_of(through_hdf5)})
+    num_steps = min(NUM_STEPS, max(2, num_reads // BATCH))
+    print(json.dumps({"form": form, "num_steps": num_steps, "hidden": {
+        reader: behind_compute(each, num_steps, repeats) for reader, each in data.items()}}))
+
+
+def behind_compute(data, num_steps: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds a step, one for each turn: computing `alone`, with batches made `before` each step, and `meanwhile`; and
+    `waited`, what of the last was waiting for a batch. data: a TrainingData."""
+    from dflash_lib.drafter.prefetch import Prefetched
+
+    a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    start = time.perf_counter()
+    for _ in range(100):
+        a @ a
+    num_products = max(1, round(STEP_S / ((time.perf_counter() - start) / 100)))
+
+    def steps(get=None) -> float:
+        start = time.perf_counter()
+        for number in range(num_steps):
+            if get is not None:
+                get(number)
+            for _ in range(num_products):
+                a @ a
+        return (time.perf_counter() - start) / num_steps
+
+    waited: list[float] = []
+
+    def meanwhile() -> float:
+        waits = []
+        with Prefetched(data.batch, 0, num_steps - 1) as items:
+
+            def get(_number: int) -> None:
+                items.next()
+                waits.append(items.wait_s)
+
+            found = steps(get)
+            waited.append(sum(waits[1:]) / (num_steps - 1))  # nothing can hide the first
+            return found
+
+    found = in_turns({"alone": steps, "before": lambda: steps(data.batch), "meanwhile": meanwhile}, repeats)
+    return {**found, "waited": waited}
 
 
 def compare_readers(prepared: PreparedRows, hidden_size: int, options: ExtractionOptions, num_hidden_layers: int,
@@ -202,22 +265,34 @@ def compare_readers(prepared: PreparedRows, hidden_size: int, options: Extractio
         raise SystemExit(f"reading failed:\n{done.stderr[-3000:]}")
     found = json_lines(done.stdout)
     disk = " and ".join(f"{rate / 1e9:.2f}" for line in found for rate in line.get("disk", []) if rate)
-    found = [line for line in found if "order" in line]
+    hidden, found = [line for line in found if "hidden" in line], [line for line in found if "order" in line]
     rows = []
     for case in found:
         ours, theirs = case["seconds"]["store"], case["seconds"].get("arrow")
         shown = ["", "not measured"] if theirs is None else [f"{case['num'] / median(theirs):,.0f}",
                                                              ratio(theirs, ours)]
         share = " and ".join(f"{case['from_disk'][name] / case['bytes']:.2f}" for name in case["from_disk"])
+        old = case["seconds"].get("hdf5")
         rows.append([case["form"], case["order"], case["cache"], f"{case['num'] / median(ours):,.0f}",
-                     f"{case['bytes'] / median(ours) / 1e9:.2f}", *shown, share])
+                     f"{case['bytes'] / median(ours) / 1e9:.2f}", "" if old is None else
+                     f"{case['num'] / median(old):,.0f}; {ratio(old, ours)}", *shown, share])
     whole, length = 2 * hidden_size * (len(options.target_layer_ids) + 1), prepared.num_tokens / len(prepared)
     print(f"Reading {len(prepared):,} samples of {length:.0f} tokens on average, {whole:,} bytes a token with every "
           f"last state; {num_reads} reads a turn, {repeats} turns, one thread; at least {WANTED:.0f} times the "
           "samples/s are wanted. GB/s that the disk gives, before and after each store, for random reads of 1 MiB past "
           f"the cache, four at a time: {disk or 'not measured'}")
-    table(["store", "order", "cache", "store, samples/s", "GB/s", "ArrowDataset, samples/s", "times faster",
-           "read from disk, of the states' bytes"], rows)
+    table(["store", "order", "cache", "store, samples/s", "GB/s", "through HDF5, samples/s; times faster",
+           "ArrowDataset, samples/s", "times faster", "read from disk, of the states' bytes"], rows)
+    print(f"Batches of {BATCH} samples behind steps that compute for about {STEP_S:.1f} s in the main thread, "
+          f"{hidden[0]['num_steps']} steps a turn, warm: milliseconds a step, medians; waiting for a batch is wanted "
+          f"under {WANTED_WAIT:.0%} of a step")
+    table(["store", "read by", "computing alone", "batch made before the step", "made meanwhile", "waited",
+           "waited, of a step"],
+          [[f"batches of {line['form']}", {"store": "the library", "hdf5": "HDF5"}[reader],
+            *(f"{1e3 * median(of[name]):.1f}" for name in ("alone", "before", "meanwhile")),
+            f"{1e3 * median(of['waited']):.2f}",
+            f"**{median(a / b for a, b in zip(of['waited'], of['meanwhile'], strict=True)):.2%}**"]
+           for line in hidden for reader, of in line["hidden"].items()])
     return found
 
 

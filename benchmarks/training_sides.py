@@ -60,8 +60,7 @@ class World:
     def packed_anchors(self) -> Tensor:
         """The same anchors as places in the packed row, int64 [A], ascending."""
         batch = self.batch(kl=False)
-        offsets = torch.tensor(np.cumsum([0, *[len(s.input_ids) for s in self.samples]])[:-1])
-        return (batch.anchors + offsets[:, None])[(batch.weights > 0).any(dim=-1)]
+        return batch.anchors + batch.starts
 
 
 def make_world(options: argparse.Namespace, num_layers: int) -> World:
@@ -96,7 +95,7 @@ def real_world(options: argparse.Namespace, num_layers: int, room: int) -> World
     """A real target's ends, and its states on as many conversations as the row has room for."""
     from benchmarks.common import demo_parameters
     from dflash_lib.conversations.prepare import PrepareOptions, prepare
-    from dflash_lib.drafter.training import TrainOptions, drafter_config
+    from dflash_lib.drafter.recipe import TrainOptions, drafter_config
     from dflash_lib.target.capture import capture_batch, default_layer_ids
     from dflash_lib.target.loading import load_target
 
@@ -134,8 +133,7 @@ class Side:
 
     def step(self) -> None:
         """Forward, loss, backward, clipping, optimizer. On a GPU the arithmetic is bfloat16, the weights float32."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            total, weight, _ = self.loss()
+        total, weight, _ = self.loss()
         total.backward()
         torch._foreach_div_([p.grad for p in self.trained], weight)
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -151,8 +149,9 @@ class Ours(Side):
     def __init__(self, world: World, kind: str, device: torch.device):
         torch.manual_seed(1)
         self.network = DFlashDrafter(world.config).to(device)
+        precision = torch.bfloat16 if device.type == "cuda" else torch.float32  # that of the head is the step's
         self.ends = TargetEnds(world.ends.embedding.to(device), world.ends.final_norm.to(device),
-                               world.ends.head.to(device), None)
+                               world.ends.head.to(device, precision), None)
         self.kl_weight = float(kind == "kl")
         self.batch = world.batch(kind == "kl").to(device)
         self._begin(device)
@@ -208,7 +207,8 @@ class Theirs(Side):
         self._begin(device)
 
     def loss(self) -> tuple[Tensor, Tensor, Tensor]:
-        _, loss, metrics = self.network(**self.row, **self.arguments)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            _, loss, metrics = self.network(**self.row, **self.arguments)
         return loss, torch.ones((), device=self.device), metrics["full_acc_total"]
 
 

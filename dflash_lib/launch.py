@@ -30,6 +30,7 @@ PROGRESS_MARK = "@progress "
 PR_SET_PDEATHSIG = 1
 AGENT = "DFLASH_AGENT"  # environment variable: the guard's pid, for the workers
 NODES = "DFLASH_NODES"  # environment variable: `Nodes` as "NUM RANK HOST:PORT", for a notebook's kernel and the workers
+KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the process that failed first
 GRACE_S = 60.0  # from SIGTERM to SIGKILL: a worker that saves what it has takes its time
 JOIN_S = 24 * 3600  # how long a node waits until all have come: they may be started by hand
 CONNECT_S = 600  # how long it looks for node 0
@@ -189,9 +190,16 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
         _remove_tree(error_folder)
     if code == 0:
         return
+    machine = f" on node {nodes.rank} of {nodes.num}" if nodes.num > 1 else ""
+    killed = KILLED.search("".join(tail))
+    if killed is not None:  # what the others raise then ("connection reset") is not the cause
+        name, rank = signal.Signals(int(killed[1])).name, int(killed[2]) + nodes.rank * num_processes
+        why = ": the system may have run out of memory" if name == "SIGKILL" else ""
+        raise LaunchError(f"{module}: rank {rank} of {num_processes * nodes.num}{machine} was killed by {name}{why}. "
+                          f"The end of its output ({log}):\n{''.join(tail)}", rank)
     if failure is not None and failure[1]:
         rank, traceback = failure  # the log has the traceback, too
-        where = f"rank {rank} of {num_processes}" + (f" on node {nodes.rank} of {nodes.num}" if nodes.num > 1 else "")
+        where = f"rank {rank} of {num_processes}{machine}"
         raised = _for_the_user(traceback)
         raise LaunchError(f"{module}: {raised} ({where}; traceback in {log})" if raised else
                           f"{module}: {where} failed (output: {log}):\n{traceback}", rank)

@@ -63,8 +63,10 @@ def test_the_gpus_part_runs_in_miniature(tmp_path):
 def test_reading_is_compared_with_the_real_speculators(tmp_path):
     speculators_package.install()
     rows = rows_of(run("--tiny", "--parts", "reading", "--reads", 8, "--work-dir", tmp_path))
-    cell = rows["bf16, last state supervised"][5]
-    assert float(re.fullmatch(r"\*\*([\d.]+)\*\* .*", cell)[1]) > 0
+    for name, cell in (("bf16, last state supervised", 6), ("bf16+zstd, last state supervised", 6)):
+        assert float(re.fullmatch(r"\*\*([\d.]+)\*\* .*", rows[name][cell])[1]) > 0
+    assert re.fullmatch(r"[\d,]+; \*\*([\d.]+)\*\* .*", rows["fp8+zstd, last state supervised"][4])
+    assert re.fullmatch(r"\*\*[\d.]+%\*\*", rows["batches of bf16, last state all"][5])
 
 
 TINY_TRAINING = ("--tiny", "--layers", 2, "--rounds", 2)

@@ -131,8 +131,8 @@ class Comparison:
 
 
 def evaluate_served(url: str, references: Sequence[Reference], max_new_tokens: int, block_size: int, out: Path | str, *,
-                    sample_from_anchor: bool = False, target: Target | None = None, walked: Sequence[Sequence[Step]] | None = None,
-                    options: ServerOptions | None = None,
+                    sample_from_anchor: bool = False, target: Target | None = None,
+                    walked: Sequence[Sequence[Step]] | None = None, options: ServerOptions | None = None,
                     on_answer: Callable[[int], None] | None = None) -> Comparison:
     """Asks the server at `url` for the references' prompts and compares.
 

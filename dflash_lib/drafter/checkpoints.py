@@ -1,8 +1,9 @@
 """Training checkpoints: whole folders, the newest used, old ones pruned.
 
 A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, AdamW moments) and `state.json`
-(step, best validation, seconds, hash of the store's plan, sha256 of the other file). It is written as a hidden folder
-beside its place and renamed when everything in it is on disk, so a kill leaves the older checkpoint untouched.
+(step, best validation, seconds, recent gradient norms, skipped steps, hash of the store's plan, sha256 of the other
+file). It is whole whatever number of processes wrote it, and any number goes on from it. It is written as a hidden
+folder beside its place and renamed when everything in it is on disk, so a kill leaves the older checkpoint untouched.
 """
 
 import os
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_lib.drafter.folder import DrafterError
+from dflash_lib.drafter.parallel import divided_like
 from dflash_lib.files import fsync_folder, hash_file, human_bytes, publish, read_json, write_json
 
 NUM_KEPT = 2
@@ -23,25 +25,29 @@ NUM_KEPT = 2
 
 def state_tensors(network: nn.Module, averaged: dict[str, Tensor],
                   optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor that training carries from step to step, under names that say what it is."""
+    """Every tensor that training carries from step to step, under names that say what it is. What is divided among
+    processes comes as it is."""
     tensors = {f"weight.{name}": p.detach() for name, p in network.named_parameters()}
     tensors |= {f"averaged.{name}": tensor for name, tensor in averaged.items()}
     for name, p in network.named_parameters():
         for key, value in optimizer.state[p].items():
             tensors[f"adamw.{key}.{name}"] = value
-    return {key: value.contiguous() for key, value in tensors.items()}
+    return tensors
 
 
-def restore_tensors(tensors: dict[str, Tensor], network: nn.Module, averaged: dict[str, Tensor],
+@torch.no_grad()
+def restore_tensors(path: Path, network: nn.Module, averaged: dict[str, Tensor],
                     optimizer: torch.optim.Optimizer) -> None:
-    """The reverse of `state_tensors`. Raises KeyError for a tensor that is missing."""
-    with torch.no_grad():
+    """The reverse of `state_tensors`, from the checkpoint `path`: each process takes its piece of what is divided among
+    processes. Raises SafetensorError for a tensor that is missing."""
+    with safe_open(path / "state.safetensors", "pt") as file:
         for name, p in network.named_parameters():
-            p.copy_(tensors[f"weight.{name}"])
+            p.copy_(divided_like(file.get_tensor(f"weight.{name}"), p))
+            if f"adamw.step.{name}" in file.keys():  # noqa: SIM118 (it is no dict); not yet before the first step
+                optimizer.state[p] = {"step": file.get_tensor(f"adamw.step.{name}").to(p.device)} | {
+                    key: divided_like(file.get_tensor(f"adamw.{key}.{name}"), p) for key in ("exp_avg", "exp_avg_sq")}
         for name, tensor in averaged.items():
-            tensor.copy_(tensors[f"averaged.{name}"])
-    for name, p in network.named_parameters():
-        optimizer.state[p] = {key: tensors[f"adamw.{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+            tensor.copy_(divided_like(file.get_tensor(f"averaged.{name}"), tensor))
 
 
 def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Path:
@@ -51,7 +57,7 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: d
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        save_file(tensors, partial / ".state.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / ".state.safetensors")
         publish(partial / ".state.safetensors", partial / "state.safetensors")
         write_json(partial / "state.json", {"step": step, **meta,
                                             "sha256": hash_file(partial / "state.safetensors")})
@@ -74,8 +80,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*")) if folder.is_dir() else []
 
 
-def load_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and meta of the newest checkpoint whose checksum holds, None when there is none.
+def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Path and meta of the newest checkpoint whose checksum holds, None when there is none.
 
     A damaged one is said on stdout, and moved aside to `damaged-...` when an older one is whole; when none is, a
     DrafterError says so: to begin again from step 0 unasked would lose the training without a word.
@@ -94,7 +100,7 @@ def load_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None
             continue
         for broken, _ in damaged:
             os.rename(broken, broken.with_name(f"damaged-{broken.name}-{os.getpid()}"))
-        return load_file(path / "state.safetensors"), meta
+        return path, meta
     if damaged:
         path, reason = damaged[0]
         raise DrafterError(f"{path}: damaged checkpoint ({reason}), and no whole one is left beside it. Remove "

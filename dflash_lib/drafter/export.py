@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_lib.drafter.exported import open_drafter
 from dflash_lib.drafter.folder import DrafterError, TrainedDrafter, check_fits_target, load_drafter
 from dflash_lib.drafter.network import FULL, SLIDING, DrafterConfig
 from dflash_lib.files import atomic_path, read_json, write_json
@@ -49,8 +50,8 @@ def serving_note(config: DrafterConfig) -> str:
     note = f"num_speculative_tokens: {config.num_drafts}"
     if config.sample_from_anchor:
         note += (" (sample_from_anchor: the anchor's slot drafts, too). vLLM 0.32 refuses such a drafter by name "
-                 "(\"sample_from_anchor=True is not supported for DFlash\"); an engine that ignored the key would draft "
-                 "every token one place late: look at its acceptance before you believe it")
+                 "(\"sample_from_anchor=True is not supported for DFlash\"); an engine that ignored the key would "
+                 "draft every token one place late: look at its acceptance before you believe it")
     return note
 
 
@@ -74,12 +75,13 @@ def zlab_config(drafter: TrainedDrafter, dtype: str) -> dict[str, Any]:
 
 
 def export_zlab(drafter_folder: Path | str, target: Target, out: Path | str, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Writes `out/config.json` and `out/model.safetensors`; returns the configuration.
+    """Writes `out/config.json` and `out/model.safetensors`; returns the configuration. drafter_folder: of any kind
+    (`open_drafter`), so that a drafter of the speculators package can be exported, too.
 
     A reduced head adds `lm_head.weight` [draft vocabulary, hidden] (rows of the target's head) and `d2t` int64 offsets
     (target id = draft id + d2t). Raises DrafterError when the folder holds no drafter or one of another target.
     """
-    drafter = load_drafter(drafter_folder)
+    drafter = open_drafter(drafter_folder, target)
     check_fits_target(drafter, target.identity, str(drafter_folder))
     config = zlab_config(drafter, dtype)
     _write(out, config, _tensors(drafter, target, dtype), drafter)
@@ -141,7 +143,7 @@ def export_speculators(drafter_folder: Path | str, target: Target, out: Path | s
     and norm from `verifier`, a folder or a hub name (None = the target's folder). Raises DrafterError as `export_zlab`,
     and for a drafter that the format cannot express.
     """
-    drafter = load_drafter(drafter_folder)
+    drafter = open_drafter(drafter_folder, target)
     check_fits_target(drafter, target.identity, str(drafter_folder))
     architectures = read_json(target.path / "config.json").get("architectures") or []
     config = speculators_config(drafter, dtype, verifier or str(target.path.resolve()), architectures)

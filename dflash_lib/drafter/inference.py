@@ -70,11 +70,11 @@ class DrafterProposer:
         if len(token_ids) != len(aux_hidden_states):
             raise ValueError(f"{len(token_ids)} tokens with {len(aux_hidden_states)} states")
         positions = torch.arange(self.num_context, self.num_context + len(token_ids), device=self.head.device)
-        new = self.network.context(aux_hidden_states[None].to(self.network.fc.weight.dtype), positions[None])
+        new = self.network.context(aux_hidden_states.to(self.network.fc.weight.dtype), positions)
         if self.cache is None:
             self.cache = new
         else:
-            self.cache = [(torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2))
+            self.cache = [(torch.cat([k, more_k], dim=1), torch.cat([v, more_v], dim=1))
                           for (k, v), (more_k, more_v) in zip(self.cache, new, strict=True)]
         self.num_context += len(token_ids)
 
@@ -112,6 +112,6 @@ class DrafterProposer:
         anchor_embedding = self.embedding(torch.tensor([anchor], device=device))
         # always the trained block: a shorter one would show its slots fewer neighbours than in training
         embedded = torch.cat([anchor_embedding, self.mask_embedding.expand(c.block_size - 1, -1)])
-        hidden = self.network(embedded[None, None].to(self.network.fc.weight.dtype),
-                              torch.tensor([[self.num_context]], device=device), self.cache)
-        return F.linear(hidden[0, 0, c.first_slot:c.first_slot + num_tokens], self.head.to(hidden.dtype))
+        hidden = self.network.blocks(embedded[None].to(self.network.fc.weight.dtype),
+                                     torch.tensor([self.num_context], device=device), self.cache)
+        return F.linear(hidden[0, c.first_slot:c.first_slot + num_tokens], self.head.to(hidden.dtype))

@@ -1,13 +1,14 @@
 """The DFlash drafter: z-lab's architecture (arXiv 2602.06036), as DESIGN.md's convention 6 has it.
 
-Shape legend: B documents, T context tokens, A anchors (blocks) a document, S block_size, M slots of a block that are
-asked for, H hidden size, N query heads, G key/value heads, D head_dim, L tapped target layers.
+Shape legend: T context tokens and A blocks of all packed documents together (attention.py), S block_size, M slots of a
+block that are asked for, H hidden size, N query heads, G key/value heads, D head_dim, L tapped target layers.
 
 The drafter reads hidden states of the frozen target (the context) and fills a block in one pass. Every layer's context
 keys and values come from the same input, `hidden_norm(fc(states))`, which the layers never update; block tokens attend
 to the context before their anchor and to their own block.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_lib.drafter.blocks import attention_mask
+from dflash_lib.drafter.attention import FlexAttention, Packing, SdpaAttention, make_attention
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -101,7 +102,7 @@ class DrafterConfig:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32 (plain weight, as Qwen3 and Llama)."""
+    """x / rms(x) * weight over the last dimension, computed in float32 or wider (plain weight, as Qwen3 and Llama)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -109,7 +110,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -138,8 +140,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def take(x: Tensor, slots: Tensor | None) -> Tensor:
-    """The rows `slots` (int64 [B, A, M], None = all) of each block: x [B, A, S, ...] -> [B, A, M, ...]."""
-    return x if slots is None else x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))
+    """The rows `slots` (int64 [A, M], None = all) of each block: x [A, S, ...] -> [A, M, ...]."""
+    return x if slots is None else x.gather(1, slots[..., None].expand(*slots.shape, x.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer makes its context keys and values of: x [T, H] and rotary cos and sin [T, D]."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+KeysValues = tuple[Tensor, Tensor]  # of the context, [G, T, D] each
+Kernel = SdpaAttention | FlexAttention
 
 
 class Attention(nn.Module):
@@ -156,48 +171,29 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, H], cos and sin [B, T, D] -> keys and values [B, G, T, D]."""
-        shape = (*x.shape[:2], self.num_kv, self.head_dim)
-        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        values = self.v_proj(x).view(shape).transpose(1, 2)
-        return rotate(keys, cos[:, None], sin[:, None]), values
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeysValues:
+        """x [T, H], cos and sin [T, D] -> keys and values [G, T, D]."""
+        shape = (len(x), self.num_kv, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(0, 1)
+        values = self.v_proj(x).view(shape).transpose(0, 1)
+        return rotate(keys, cos, sin), values
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor,
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context | KeysValues, kernel: Kernel,
                 slots: Tensor | None) -> Tensor:
-        """The output [B, A, M, H] of the asked-for slots (int64 [B, A, M], None = all S).
+        """The output [A, M, H] of the asked-for slots (int64 [A, M], None = all S).
 
-        x [B, A, S, H] block tokens and their cos and sin [B, A, S, D]; context keys and values [B, G, T, D]; mask bool
-        [B, A, M, T+S], True = visible. Scores over the context and over the own block are formed apart and normalised
-        together, so other blocks cost nothing: A*M*(T+S) scores instead of A*M*(T+A*S).
+        x [A, S, H] block tokens and their cos and sin [A, S, D]; context: its states, or its keys and values when they
+        are kept; kernel: knows what each slot sees.
         """
-        num_docs, num_blocks, block_size, _ = x.shape
-        group = self.num_heads // self.num_kv
-        keys, values = self.keys_values(x.flatten(1, 2), *(part.flatten(1, 2) for part in rotary))
-        context_keys, context_values = context
-        num_context = context_keys.shape[2]
-        asked, (cos, sin) = take(x, slots), (take(part, slots).flatten(1, 2)[:, None] for part in rotary)
-        num_slots = asked.shape[2]
-        num_queries = num_blocks * num_slots
-        queries = self.q_proj(asked).view(num_docs, num_queries, self.num_heads, self.head_dim)
-        queries = rotate(self.q_norm(queries).transpose(1, 2), cos, sin) * self.head_dim**-0.5
-        # [B, G, group * A*M, D]: the query heads of one kv head side by side, so that one product serves the group
-        queries = queries.reshape(num_docs, self.num_kv, group * num_queries, self.head_dim)
-        over_context = (queries @ context_keys.transpose(2, 3)).view(
-            num_docs, self.num_kv, group, num_blocks, num_slots, num_context)
-        blocks = (num_docs, self.num_kv, 1, num_blocks, block_size, self.head_dim)
-        by_block = queries.view(num_docs, self.num_kv, group, num_blocks, num_slots, self.head_dim)
-        over_block = by_block @ keys.view(blocks).transpose(4, 5)
-        scores = torch.cat([over_context, over_block], dim=-1)
-        scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
-        weights = scores.float().softmax(dim=-1).to(x.dtype)
-        from_context = weights[..., :num_context].reshape(
-            num_docs, self.num_kv, group * num_queries, num_context) @ context_values
-        from_block = weights[..., num_context:] @ values.view(blocks)
-        out = from_context.view(num_docs, self.num_heads, num_queries, self.head_dim) + from_block.reshape(
-            num_docs, self.num_heads, num_queries, self.head_dim)
-        return self.o_proj(out.transpose(1, 2).reshape(
-            num_docs, num_blocks, num_slots, self.num_heads * self.head_dim))
+        num_blocks, block_size, _ = x.shape
+        kept = self.keys_values(context.x, context.cos, context.sin) if isinstance(context, Context) else context
+        own = self.keys_values(x.flatten(0, 1), *(part.flatten(0, 1) for part in rotary))
+        keys, values = (part.unflatten(1, (num_blocks, block_size)) for part in own)
+        asked, (cos, sin) = take(x, slots), (take(part, slots) for part in rotary)
+        queries = self.q_proj(asked).unflatten(-1, (self.num_heads, self.head_dim))
+        queries = rotate(self.q_norm(queries).movedim(2, 0), cos, sin)
+        out = kernel(queries, keys, values.to(keys.dtype), *(part.to(keys.dtype) for part in kept))
+        return self.o_proj(out.movedim(0, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -223,10 +219,10 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor,
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context | KeysValues, kernel: Kernel,
                 slots: Tensor | None) -> Tensor:
         """As `Attention.forward`: all block tokens come in, the asked-for slots come out."""
-        x = take(x, slots) + self.self_attn(self.input_layernorm(x), rotary, context, mask, slots)
+        x = take(x, slots) + self.self_attn(self.input_layernorm(x), rotary, context, kernel, slots)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -245,33 +241,46 @@ class DFlashDrafter(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def context(self, aux_hidden_states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Context keys and values of every layer, [B, G, T, D] each.
+    def forward(self, embedded: Tensor, anchors: Tensor, aux_hidden_states: Tensor, positions: Tensor,
+                packing: Packing, slots: Tensor | None = None) -> Tensor:
+        """Final hidden states of the blocks, [A, S, H] or, of the slots asked for, [A, M, H], ready for the target's
+        head.
 
-        aux_hidden_states: [B, T, L, H] target states, layers in ascending order; positions: int [B, T] in the document.
+        embedded [A, S, H]: the target's embedding of anchor and mask tokens; anchors int64 [A]: position of each anchor
+        in its document, ascending in each; aux_hidden_states [T, L, H]: target states of the documents one after
+        another, layers in ascending order; positions int64 [T], restarting with each document; packing: the documents;
+        slots int64 [A, M]: the slots wanted of each block, None = all: the last layer then computes no others. A block
+        sees its own document's positions before its anchor only (and, in sliding-window layers, within the window).
         """
-        x = self.hidden_norm(self.fc(aux_hidden_states.flatten(2)))
+        x = self.hidden_norm(self.fc(aux_hidden_states.flatten(1)))
+        context = Context(x, *self.rotary(positions))
+        return self._blocks(embedded, anchors, [context] * len(self.layers), packing, slots)
+
+    def context(self, aux_hidden_states: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Context keys and values of every layer, [G, T, D] each, to be kept while decoding goes on.
+
+        aux_hidden_states: [T, L, H] target states, layers in ascending order; positions: int [T] in the document.
+        """
+        x = self.hidden_norm(self.fc(aux_hidden_states.flatten(1)))
         cos, sin = self.rotary(positions)
         return [layer.self_attn.keys_values(x, cos, sin) for layer in self.layers]
 
-    def forward(self, embedded: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]],
-                slots: Tensor | None = None) -> Tensor:
-        """Final hidden states of the blocks, [B, A, S, H], ready for the target's head.
+    def blocks(self, embedded: Tensor, anchors: Tensor, context: list[KeysValues]) -> Tensor:
+        """As `forward`, for blocks of one document whose context is kept: [A, S, H]."""
+        return self._blocks(embedded, anchors, context, Packing.single(context[0][0].shape[1], len(anchors)), None)
 
-        embedded: [B, A, S', H], the target's embedding of anchor and mask tokens (S' up to block_size);
-        anchors: int [B, A], position of each anchor; context: from `context`, of which a block sees positions before
-        its anchor only (and, in sliding-window layers, within the window); slots: int64 [B, A, M], the slots wanted of
-        each block ([B, A, M, H] comes back): the last layer then computes no others.
-        """
-        block_size = embedded.shape[2]
-        rotary = self.rotary(anchors[..., None] + torch.arange(block_size, device=anchors.device))
-        num_context = context[0][0].shape[2]
-        masks = {kind: attention_mask(anchors, block_size, num_context,
-                                      self.config.sliding_window if kind == SLIDING else None)
-                 for kind in set(self.config.layer_types)}
+    def _blocks(self, embedded: Tensor, anchors: Tensor, context: Sequence[Context | KeysValues], packing: Packing,
+                slots: Tensor | None) -> Tensor:
+        block_size = embedded.shape[1]
+        every = torch.arange(block_size, device=anchors.device).expand(len(anchors), -1)
+        rotary = self.rotary(anchors[:, None] + every)
+        kernels: dict[tuple[str, bool], Kernel] = {}
         x, last = embedded, len(self.layers) - 1
-        for number, (layer, kind, keys_values) in enumerate(zip(self.layers, self.config.layer_types, context,
-                                                                strict=True)):
+        for number, (layer, kind, states) in enumerate(zip(self.layers, self.config.layer_types, context, strict=True)):
             asked = slots if number == last else None
-            x = layer(x, rotary, keys_values, take(masks[kind], asked), asked)
+            key = (kind, asked is None)
+            if key not in kernels:
+                kernels[key] = make_attention(packing, anchors, every if asked is None else asked, block_size,
+                                              self.config.sliding_window if kind == SLIDING else None)
+            x = layer(x, rotary, states, kernels[key], asked)
         return self.norm(x)

@@ -9,7 +9,8 @@ and refused. Three things about such a drafter that no figure shows:
 - Sliding windows: the package trains with context from a - W on in every slot, engines serve, and this network
   computes, q - (W - 1) for slot q. With contexts shorter than the window there is no difference.
 - vLLM 0.32 takes `sliding_window_non_causal: false`, which is also the package's default, for causal attention in every
-  layer. A drafter with full-attention layers is evaluated here as it was trained; export it anew before it is served.
+  layer. A drafter with full-attention layers is evaluated here as it was trained; export it anew (export.py) before it
+  is served.
 - The package feeds bare rows of the target's embedding, engines and this network the module's output, which Gemma
   scales by sqrt(hidden).
 """

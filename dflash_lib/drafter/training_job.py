@@ -1,25 +1,29 @@
 """The training job: one folder, one job at a time, started through torchrun, resumed where it ended.
 
 A job is known by what its weights depend on: the store's plan, the target's weights and tokenizer, and the options; not
-by paths, device or number of threads. A folder that holds another job is moved aside, never deleted, and comes back
-when that job is asked for again.
+by paths, device, number of threads or of processes. A folder that holds another job is moved aside, never deleted, and
+comes back when that job is asked for again.
 """
 
 import io
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dflash_lib.drafter import parallel
 from dflash_lib.drafter.folder import DrafterError, load_drafter
-from dflash_lib.drafter.training import Trainer, TrainingError, TrainOptions
+from dflash_lib.drafter.init_from import weights_hash
+from dflash_lib.drafter.recipe import Compute, TrainOptions
+from dflash_lib.drafter.training import Trainer
 from dflash_lib.files import hash_value, read_json, write_json
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -57,16 +61,19 @@ def open_job(folder: Path, job: dict[str, Any]) -> str:
 
 
 def start_training(folder: Path | str, *, store: Path | str, model: Path | str, dtype: str, device: str, threads: int,
-                   options: TrainOptions, show: bool = True) -> dict[str, Any]:
+                   options: TrainOptions, compute: Compute | None = None, show: bool = True,
+                   on_row: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Trains in `folder` through torchrun, or goes on where a stopped run ended; returns the summary, with `job` saying
     which: "new", "continues" or "finished".
 
-    dtype: of the target's modules (the drafter is float32); show: print a progress line. Raises Locked while another
-    process trains in the folder, LaunchError with the worker's traceback when it fails.
+    dtype: of the target's modules (the drafter's weights are float32); device: "cuda" is one GPU a process; compute:
+    how many processes and how each step is divided, which may be another when a stopped run goes on; show: print a
+    progress line; on_row: gets each row of log.jsonl as it is written. Raises Locked while another process trains in
+    the folder, LaunchError with the worker's traceback when it fails.
     """
-    folder, plan = Path(folder).resolve(), ExtractionPlan.load(store)
+    folder, plan, compute = Path(folder).resolve(), ExtractionPlan.load(store), compute or Compute()
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
-           "options": asdict(options)}
+           "options": asdict(replace(options, init_from=options.init_from and weights_hash(options.init_from)))}
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
     with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
@@ -75,14 +82,16 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
                   JobStatus(folder / "logs" / "training.status.json", "training", options.steps, "steps",
                             disk=folder) as status):
                 run_torchrun("dflash_lib.drafter.training_job",
-                             [folder, Path(store).resolve(), Path(model).resolve(), device, threads], 1,
-                             folder / "logs", threads, follow(progress, status, device))
+                             [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
+                              json.dumps(asdict(compute)), options.init_from], compute.num_processes,
+                             folder / "logs", threads, follow(progress, status, device, on_row))
     return {**read_json(folder / "summary.json"), "job": state}
 
 
-def follow(progress: Progress, status: JobStatus, device: str) -> Callable[[dict[str, Any]], None]:
-    """What takes the worker's log rows, shows them and notes them for other terminals; the rate counts from the first
-    step seen, not from step 0."""
+def follow(progress: Progress, status: JobStatus, device: str,
+           on_row: Callable[[dict[str, Any]], None] | None = None) -> Callable[[dict[str, Any]], None]:
+    """What takes the first worker's log rows, shows them and notes them for other terminals; the rate counts from the
+    first step seen, not from step 0."""
     began: float | None = None
 
     def take(row: dict[str, Any]) -> None:
@@ -93,6 +102,8 @@ def follow(progress: Progress, status: JobStatus, device: str) -> Callable[[dict
         status.worker(0, done=row["step"] - status.start, seconds=time.monotonic() - began, device=device)
         validation = row.get("validation")
         progress.set(row["step"], f"validation acceptance {validation['acceptance_length']:.3f}" if validation else "")
+        if on_row:
+            on_row(row)
 
     return take
 
@@ -115,24 +126,24 @@ def report_step(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Entry of the torchrun worker: FOLDER STORE MODEL DEVICE THREADS. summary.json is the last thing written.
+    """Entry of a torchrun worker: FOLDER STORE MODEL DEVICE THREADS COMPUTE (JSON) INIT_FROM. summary.json is the last
+    thing written, by the first worker.
 
-    On SIGTERM it saves a checkpoint and ends with code 0; the same call goes on from there.
+    On SIGTERM all save a checkpoint and end with code 0; the same call goes on from there, with any number of workers.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise TrainingError("this release trains on one process; start it with num_processes=1")
-    folder, store, model, device, threads = sys.argv[1:]
+    folder, store, model, device, threads, compute, begin = sys.argv[1:]
     job = read_json(Path(folder) / "job.json")
     torch.set_num_threads(int(threads))
-    target = load_target(model, job["dtype"], device, audit="quick")
-    trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), TrainOptions(**job["options"]))
-    with sigterm_noted() as stopping:
+    with sigterm_noted() as stopping, parallel.process_group(torch.device(device)) as own_device:
+        target = load_target(model, job["dtype"], str(own_device), audit="quick")
+        options = replace(TrainOptions(**job["options"]), init_from=begin)  # job.json knows it by its weights
+        trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), options, Compute(**json.loads(compute)))
         summary = trainer.run(report_step, stopping)
-    if summary is None:
-        print(f"SIGTERM: stopped and saved at step {trainer.step}", flush=True)
-        return
-    load_drafter(Path(folder) / "best")  # what was written can be read
-    write_json(Path(folder) / "summary.json", summary)
+        if parallel.rank() == 0 and summary is None:
+            print(f"SIGTERM: stopped and saved at step {trainer.step}", flush=True)
+        elif parallel.rank() == 0:
+            load_drafter(Path(folder) / "best")  # what was written can be read
+            write_json(Path(folder) / "summary.json", summary)
 
 
 if __name__ == "__main__":

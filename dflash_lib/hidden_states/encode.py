@@ -30,6 +30,7 @@ from dflash_lib.hidden_states.schema import (
 from dflash_lib.target.capture import CapturedSample
 from dflash_lib.target.loading import Target
 
+FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()  # of each code
 HEAD_TOKENS = 256  # rows whose logits over the whole vocabulary are in memory at a time
 
 
@@ -67,7 +68,11 @@ def quantize_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
     """float32 [..., H] of what `quantize_fp8` gave."""
-    return codes.float() * scales[..., None]
+    if codes.device.type == "cpu":  # PyTorch's own conversion takes there six times as long as a look-up of each code
+        values = FP8_VALUES.index_select(0, codes.contiguous().view(torch.uint8).reshape(-1).int()).view(codes.shape)
+    else:
+        values = codes.float()
+    return values * scales[..., None]
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""Reads a hidden-state store: whole samples, fast, from any number of processes."""
+"""Reads a hidden-state store: whole samples, fast, from any number of processes and threads."""
 
 import hashlib
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
+from dflash_lib.hidden_states.chunk_filters import RecentChunks
 from dflash_lib.hidden_states.encode import EncodedSample, dequantize_fp8
 from dflash_lib.hidden_states.plan import ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import (
@@ -28,6 +30,7 @@ from dflash_lib.hidden_states.schema import (
     TOPK_IDS,
     TOPK_LOGITS,
     TOPK_LOGSUMEXP,
+    StateDataset,
     StoreError,
     from_raw,
     get_attribute,
@@ -37,11 +40,12 @@ from dflash_lib.hidden_states.schema import (
     shard_name,
 )
 from dflash_lib.hidden_states.shard_layout import OpenFile, ShardLayout
+from dflash_lib.hidden_states.side_threads import SideThreads
 
 UNREADABLE = (OSError, KeyError, ValueError, RuntimeError)  # what h5py raises for a damaged file, by what is damaged
 NUM_OPEN_FILES = 32
 NUM_LAYOUTS = 2048  # of shards, kept when their files are closed: 50 kB each where a shard is 12 GB
-CACHE_BYTES = 4 << 20  # HDF5's chunk cache per dataset: neighbouring samples share a chunk
+CACHE_BYTES = 4 << 20  # decoded chunks, of an open store; and HDF5's own cache per dataset: neighbours share a chunk
 
 
 @dataclass(frozen=True)
@@ -137,20 +141,32 @@ def describe_last_state(plan: ExtractionPlan) -> str:
 
 
 class HiddenStateStore:
-    """A store opened for reading. Files are opened by the process that reads from them, never carried over a fork."""
+    """A store opened for reading. Files are opened by the process that reads from them, never carried over a fork.
 
-    def __init__(self, folder: Path, plan: ExtractionPlan, shards: dict[int, ShardIndex]):
-        self.folder, self.plan, self.shards = folder, plan, shards
+    Any number of threads may use one store: what it keeps is looked up under a lock, and samples are read outside of
+    it, at the same time; those that must come through HDF5, which has a lock of its own, one after another. A file that
+    is being read from stays open until it was, though another thread closes the store or opens many others.
+    decode_threads: over so many the compressed chunks of a sample are spread; what is read is the same.
+    """
+
+    def __init__(self, folder: Path, plan: ExtractionPlan, shards: dict[int, ShardIndex], decode_threads: int = 1):
+        self.folder, self.plan, self.shards, self.decode_threads = folder, plan, shards, decode_threads
         self._where = {int(index): (shard, row) for shard, content in shards.items()
                        for row, index in enumerate(content.sample_index)}
-        self._files: OrderedDict[int, h5py.File] = OrderedDict()
-        self._fds: OrderedDict[int, OpenFile] = OrderedDict()
         self._layouts: OrderedDict[int, ShardLayout] = OrderedDict()
         self._checked: set[int] = set()
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Holds no file, nor anything else that is this process's alone."""
+        self._files: OrderedDict[int, h5py.File] = OrderedDict()
+        self._fds: OrderedDict[int, OpenFile] = OrderedDict()
+        self._recent, self._threads = RecentChunks(CACHE_BYTES), SideThreads(self.decode_threads)
+        self._lock = threading.RLock()
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, folder: Path | str, allow_incomplete: bool = False) -> "HiddenStateStore":
+    def open(cls, folder: Path | str, allow_incomplete: bool = False, decode_threads: int = 1) -> "HiddenStateStore":
         """Opens the store in `folder`.
 
         Raises StoreError when it has no plan, when shards are damaged, and, unless `allow_incomplete`, when shards are
@@ -168,7 +184,7 @@ class HiddenStateStore:
             shown = ", ".join(map(shard_name, missing[:3])) + (", ..." if len(missing) > 3 else "")
             raise StoreError(f"{folder}: {len(missing)} of {len(plan.shards)} shards are missing ({shown}). "
                              "Start the extraction again (04_extract): it does what is missing.")
-        return cls(folder, plan, shards)
+        return cls(folder, plan, shards, decode_threads)
 
     def require(self, target: dict[str, str] | None = None, target_layer_ids: Sequence[int] | None = None,
                 data_fingerprint: str | None = None) -> None:
@@ -229,15 +245,14 @@ class HiddenStateStore:
         return self._where[sample_index]
 
     def file(self, shard: int) -> h5py.File:
-        """The file of a shard, opened by HDF5; the least recently used ones are closed again."""
-        self._notice_fork()
-        return self._kept(self._files, shard, NUM_OPEN_FILES, h5py.File.close, lambda path: h5py.File(
-            path, "r", locking=False, rdcc_nbytes=CACHE_BYTES))
+        """The file of a shard, opened by HDF5; the least recently used ones are closed again, by whichever thread."""
+        return self._kept("_files", shard, NUM_OPEN_FILES, lambda path: h5py.File(
+            path, "r", locking=False, rdcc_nbytes=CACHE_BYTES), h5py.File.close)
 
-    def _fd(self, shard: int) -> int:
-        """The file of a shard, opened by the system."""
-        self._notice_fork()
-        return self._kept(self._fds, shard, NUM_OPEN_FILES, OpenFile.close, OpenFile).fd
+    def _fd(self, shard: int) -> OpenFile:
+        """The file of a shard, opened by the system. It is closed when nobody has it any more, neither this store nor
+        a thread that reads from it."""
+        return self._kept("_fds", shard, NUM_OPEN_FILES, OpenFile)
 
     def _layout(self, shard: int) -> ShardLayout:
         """The layout of a shard's file, whose small datasets were once compared with their checksums by this process.
@@ -252,27 +267,32 @@ class HiddenStateStore:
                 self._checked.add(shard)
             return ShardLayout(path, self.plan.datasets, self.shards[shard].offsets)
 
-        return self._kept(self._layouts, shard, NUM_LAYOUTS, lambda _layout: None, look)
+        return self._kept("_layouts", shard, NUM_LAYOUTS, look)
 
-    def _kept(self, kept: OrderedDict, shard: int, num: int, drop: Callable, make: Callable[[Path], Any]) -> Any:
-        """What `make` gives for a shard's file; the newest `num` are kept, others are dropped."""
-        if shard not in kept:
-            path = self.folder / shard_name(shard)
-            try:
-                kept[shard] = make(path)
-            except StoreError:
-                raise
-            except UNREADABLE as error:
-                raise StoreError(f"{path}: cannot be opened ({error}). {repair(path.name)}") from error
-            if len(kept) > num:
-                drop(kept.popitem(last=False)[1])
-        kept.move_to_end(shard)
-        return kept[shard]
+    def _kept(self, where: str, shard: int, num: int, make: Callable[[Path], Any],
+              drop: Callable[[Any], None] = lambda _kept: None) -> Any:
+        """What `make` gives for a shard's file; the newest `num` are kept in the attribute `where`, others dropped."""
+        with self._locked():
+            kept = getattr(self, where)
+            if shard not in kept:
+                path = self.folder / shard_name(shard)
+                try:
+                    kept[shard] = make(path)
+                except StoreError:
+                    raise
+                except UNREADABLE as error:
+                    raise StoreError(f"{path}: cannot be opened ({error}). {repair(path.name)}") from error
+                if len(kept) > num:
+                    drop(kept.popitem(last=False)[1])
+            kept.move_to_end(shard)
+            return kept[shard]
 
-    def _notice_fork(self) -> None:
-        """Forgets the files of the process that this one was forked from."""
+    def _locked(self) -> threading.RLock:
+        """The lock on what is kept. A process that was forked from this one forgets the files, and a lock that another
+        thread may have held at that moment and would never let go of there."""
         if os.getpid() != self._pid:
-            self._files, self._fds, self._pid = OrderedDict(), OrderedDict(), os.getpid()
+            self._start_anew()
+        return self._lock
 
     def read_tokens(self, sample_index: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids int32 [T] and loss_mask uint8 [T] of one sample, without its states."""
@@ -280,8 +300,8 @@ class HiddenStateStore:
         start, stop = self.shards[shard].offsets[row:row + 2].tolist()
         layout = self._layout(shard)
         with self._named(shard, sample_index):
-            fd = self._fd(shard)
-            return layout.read_small(fd, "input_ids", start, stop), layout.read_small(fd, "loss_mask", start, stop)
+            file = self._fd(shard)
+            return tuple(layout.read_small(file.fd, name, start, stop) for name in ("input_ids", "loss_mask"))
 
     def read_encoded(self, sample_index: int) -> EncodedSample:
         """The states of one sample as they are stored, rows of the last state numbered within it. Raises StoreError
@@ -289,14 +309,19 @@ class HiddenStateStore:
         shard, row = self._locate(sample_index)
         layout = self._layout(shard)
         with self._named(shard, sample_index):
-            fd = self._fd(shard)
+            file, threads = self._fd(shard), self._threads
             tensors = {stored.name: from_raw(
-                layout.read_rows(fd, stored, first, end, row) if layout.is_direct(stored) else
-                read_raw(self.file(shard)[stored.name], first, end, stored.dtype))
+                layout.read_rows(file.fd, stored, first, end, row, self._recent, threads)
+                if layout.is_direct(stored) else self._read_through_hdf5(shard, stored, first, end))
                 for stored, first, end in layout.ranges(row)}
         if LAST_ROWS in tensors:
             tensors[LAST_ROWS] = tensors[LAST_ROWS] - int(layout.offsets[row])
         return EncodedSample(tensors)
+
+    def _read_through_hdf5(self, shard: int, stored: StateDataset, first: int, end: int) -> np.ndarray:
+        """Raw rows of a dataset; under the lock, since another thread may close the file otherwise."""
+        with self._locked():
+            return read_raw(self.file(shard)[stored.name], first, end, stored.dtype)
 
     @contextmanager
     def _named(self, shard: int, sample_index: int) -> Iterator[None]:
@@ -313,7 +338,8 @@ class HiddenStateStore:
         for index in sample_indices:
             shard, row = self._locate(index)
             with suppress(*UNREADABLE):
-                self._layout(shard).read_ahead(self._fd(shard), row)
+                layout, file = self._layout(shard), self._fd(shard)
+                layout.read_ahead(file.fd, row)
 
     def read(self, sample_index: int) -> StoredSample:
         """One whole sample, decoded. Raises StoreError when the store lacks it or its bytes cannot be read."""
@@ -328,11 +354,11 @@ class HiddenStateStore:
 
     def close(self) -> None:
         """Closes the files; the store can still be read from, which opens them again."""
-        self._notice_fork()
-        while self._files:
-            self._files.popitem()[1].close()
-        while self._fds:
-            self._fds.popitem()[1].close()
+        with self._locked():
+            while self._files:
+                self._files.popitem()[1].close()
+            self._fds.clear()
+            self._threads = SideThreads(self.decode_threads)  # the others end when no read has them any more
 
     def __enter__(self) -> "HiddenStateStore":
         return self
@@ -341,7 +367,12 @@ class HiddenStateStore:
         self.close()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_files": OrderedDict(), "_fds": OrderedDict()}  # a spawned worker opens its own
+        own = ("_files", "_fds", "_recent", "_threads", "_lock")  # of this process: a spawned worker opens its own
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._start_anew()
 
     def describe(self) -> str:
         """What the store holds, as a few lines of text."""

@@ -246,8 +246,9 @@ def _section(out: Path, number: int, e: Evaluation, results: Sequence[SideBySide
     examples = _table(["prompt", "slot", "behind", "drafted", "the target wanted"], [
         [row["prompt"], row["slot"], row["context"], row["drafted"], row["wanted"]] for row in e.rejected_examples])
     example = showpiece(results, e.way)
+    convention = " (sample_from_anchor)" if e.sample_from_anchor else ""
     return f"""<section class="card"><h2>{escape(e.name)}</h2>
-<p class="muted">block size {e.block_size}{" (sample_from_anchor)" if e.sample_from_anchor else ""}, layers {", ".join(map(str, e.layer_ids))}</p>
+<p class="muted">block size {e.block_size}{convention}, layers {", ".join(map(str, e.layer_ids))}</p>
 {"".join(_image(out, name, captions[name]) for name in own)}
 <h3>Refused drafts that occur most often</h3>{frequent}
 <details><summary>Examples, evenly spread over all refused drafts</summary>{examples}</details>

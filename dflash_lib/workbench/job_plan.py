@@ -198,7 +198,8 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
     capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"],
                              fast_kernels=fast_kernels_on(params["device"]))
     options = train_options(params)
-    return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"])
+    return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"],
+                                    device=params["device"])
 
 
 def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> DataSize:

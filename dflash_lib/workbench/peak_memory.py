@@ -24,10 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from dflash_lib.drafter.attention import Packing
 from dflash_lib.drafter.dataset import Batch
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, propose_everywhere
-from dflash_lib.drafter.training import TrainOptions, drafter_config
+from dflash_lib.drafter.recipe import TrainOptions, drafter_config
 from dflash_lib.target.capture import HiddenStateTap, check_layer_ids
 from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
 from dflash_lib.target.errors import TargetError
@@ -114,6 +115,35 @@ class _EfficientAttention(TorchFunctionMode):
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         del mask, log_sum_exp
         return out
+
+
+class _TrainedAttention(_EfficientAttention):
+    """The same with a backward pass: the kernel keeps what came in, the output and the log-sum-exps. Keys and values
+    that query heads share are not repeated (true of the CPU's kernel and of FlexAttention)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(_sdpa_arguments).bind(*args, **(kwargs or {})).arguments
+        return _AttentionMemory.apply(given["query"], given["key"], given["value"], given["attn_mask"])
+
+
+class _AttentionMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        out = _by_token(query)
+        log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32, device=META)
+        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx, _grad):
+        return *(_by_token(tensor) for tensor in ctx.saved_tensors[:3]), None
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """An empty tensor of this shape [1, heads, tokens, D] as the kernels lay it out: all heads of a token together."""
+    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -288,12 +318,13 @@ def largest_batch(model: Path | str, layer_ids: Sequence[int], num_tokens: int, 
 
 
 def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainOptions, num_tokens: int, *,
-                    dtype: torch.dtype | str = "bfloat16") -> PeakMemory:
+                    dtype: torch.dtype | str = "bfloat16", device: str = "cuda") -> PeakMemory:
     """Peak memory of training on documents of `num_tokens` tokens, every anchor and slot of which is supervised.
 
     static: the whole target in `dtype` (the trainer loads it), the head's rows in float32, the drafter, its gradients,
     AdamW's two moments and the weight average. working: the batch, activations and loss, or validation's if that is
-    more. Raises ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
+    more; device: "cpu" or "cuda", which decides how many slots' logits exist at once. Raises
+    ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
     """
     target = meta_target(model, dtype)
     ids = check_layer_ids(layer_ids, target.num_layers)
@@ -310,7 +341,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
         network = DFlashDrafter(config)
         vocabulary = None if options.draft_vocab_size is None else torch.empty(num_rows, dtype=torch.int64)
         head = torch.empty(num_rows, config.hidden_size, dtype=torch.float32)
-    ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary)
+    ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary,
+                      device_type=torch.device(device).type)
     drafter_bytes = _static(network)
     shared = target.head.weight.dtype == torch.float32 and vocabulary is None  # .float() then copies nothing
     parts = {"target": _static(target.model), "head rows (float32)": 0 if shared else head.nbytes,
@@ -321,14 +353,17 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
             tracker.count(tensor)
         base = tracker.now
         batch = _meta_batch(options, num_tokens, config.hidden_size, len(ids))
-        batch_loss(network, ends, batch, options.kl_weight).loss_sum.backward()
+        dpace_alpha = options.dpace_alpha if options.slot_weighting == "dpace" else None
+        with _TrainedAttention():
+            batch_loss(network, ends, batch, options.kl_weight, dpace_alpha).loss_sum.backward()
         step = tracker.peak - base - drafter_bytes  # the gradients stand above
         del batch
         network.zero_grad(set_to_none=True)
         tracker.peak = tracker.now
         anchors = torch.zeros(min(256, num_tokens - 1), dtype=torch.long)
-        propose_everywhere(network, ends, torch.zeros(num_tokens, dtype=torch.long),
-                           torch.empty(num_tokens, len(ids), config.hidden_size, device=META), anchors)
+        with _EfficientAttention():
+            propose_everywhere(network, ends, torch.zeros(num_tokens, dtype=torch.long),
+                               torch.empty(num_tokens, len(ids), config.hidden_size, device=META), anchors)
         # a network of its own that holds the average, while gradients are gone
         validation = tracker.peak - base + (drafter_bytes if options.average else 0) - drafter_bytes
     return PeakMemory(static=sum(parts.values()), working=max(step, validation),
@@ -337,14 +372,16 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
 
 def _meta_batch(options: TrainOptions, num_tokens: int, hidden_size: int, num_layers: int) -> Batch:
     """A batch of the shapes that the data set makes, without values."""
-    docs, slots = options.batch_samples, min(options.slots_per_anchor, options.block_size - 1)
+    first_slot = 0 if options.sample_from_anchor else 1
+    docs, slots = options.batch_samples, min(options.slots_per_anchor, options.block_size - first_slot)
     anchors = min(options.anchors_per_sample, num_tokens - 1)
+    tokens, blocks = docs * num_tokens, docs * anchors
     with META:
-        asked = torch.empty(docs, anchors, slots, dtype=torch.int64)
+        asked = torch.empty(blocks, slots, dtype=torch.int64)
         return Batch(
-            tuple(range(docs)), torch.empty(docs, num_tokens, num_layers, hidden_size),
-            torch.empty(docs, num_tokens, hidden_size) if options.kl_weight > 0 else None,
-            torch.arange(num_tokens).expand(docs, -1), torch.empty(docs, anchors, dtype=torch.int64),
-            torch.empty(docs, anchors, options.block_size, dtype=torch.int64), asked, torch.empty_like(asked),
-            torch.empty(docs, anchors, slots))
-
+            tuple(range(docs)), Packing((num_tokens,) * docs, (anchors,) * docs),
+            torch.empty(tokens, num_layers, hidden_size, dtype=torch.bfloat16),
+            torch.empty(tokens, hidden_size, dtype=torch.bfloat16) if options.kl_weight > 0 else None,
+            torch.empty(tokens, dtype=torch.int64), torch.empty(blocks, dtype=torch.int64),
+            torch.empty(blocks, dtype=torch.int64), torch.empty(blocks, options.block_size, dtype=torch.int64), asked,
+            torch.empty_like(asked), torch.empty(blocks, slots), first_slot=first_slot)

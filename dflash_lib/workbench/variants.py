@@ -5,6 +5,7 @@ drafter is walked along the target's own greedy answers, which counts what decod
 """
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,18 +16,27 @@ import numpy as np
 from dflash_lib.decoding.acceptance import Interval, ratio_difference, ratio_interval
 from dflash_lib.decoding.evaluation import Answer
 from dflash_lib.decoding.training_walk import training_walk
+from dflash_lib.drafter import read_log
 from dflash_lib.drafter.folder import load_drafter
-from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.drafter.training_job import start_training
 from dflash_lib.target.loading import Target
 
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
+
+def student_quantile(probability: float, free: float) -> float:
+    """The quantile of Student's t with `free` degrees of freedom (at least 1, whole or not), probability 0.5 to less
+    than 1: with t = sqrt(free) * tan(angle) its density is cos(angle) ** (free - 1), which is summed up."""
+    angles = np.linspace(0.0, math.pi / 2, 20_001)
+    density = np.cos(angles) ** (free - 1)
+    up_to = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(free) * math.tan(float(np.interp((2 * probability - 1) * up_to[-1], up_to, angles)))
 
 
 def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
     """The recipe that a job's parameters state, as 06_train has them; `changes` are fields of TrainOptions."""
     names = {"num_layers": "num_drafter_layers", "intermediate_size": "drafter_intermediate_size",
-             "checkpoint_interval": "validation_interval"}
+             "num_heads": "num_drafter_heads", "num_kv_heads": "num_drafter_kv_heads",
+             "head_dim": "drafter_head_dim", "checkpoint_interval": "validation_interval"}
     stated = {field.name: params[names.get(field.name, field.name)] for field in fields(TrainOptions)
               if names.get(field.name, field.name) in params}
     return TrainOptions(**{**stated, **changes})
@@ -43,8 +53,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """counts: float64 [seeds, prompts, 2], tokens added and verify steps on each prompt's answer; seconds: of training,
-    each seed's."""
+    """counts: float64 [seeds, prompts, 2], tokens added and verify steps on each prompt's answer; seconds: each seed's
+    `training_seconds`."""
 
     name: str
     counts: np.ndarray
@@ -72,8 +82,15 @@ class Outcome:
         mean, num = float(differences.mean()), len(differences)
         if num < 2:
             return Interval(mean, mean, mean)
-        half = STUDENT_T.get(num, STUDENT_T[8]) * float(differences.std(ddof=1)) / math.sqrt(num)
+        half = student_quantile(0.975, num - 1) * float(differences.std(ddof=1)) / math.sqrt(num)
         return Interval(mean, mean - half, mean + half)
+
+
+def training_seconds(folder: Path) -> float:
+    """What the steps of a training would take on a quiet machine: their number times the lower quartile of their
+    seconds. The sum of them says more of what else was running (measured: three times as much for the same work)."""
+    steps, _ = read_log(folder)
+    return len(steps) * float(np.quantile([row["seconds"] for row in steps], 0.25))
 
 
 def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int], target: Target,
@@ -93,13 +110,14 @@ def run_variants(folder: Path, variants: Sequence[Variant], seeds: Sequence[int]
     for seed in seeds:  # seed by seed, so that a study that is stopped has whole rows to compare
         for variant in variants:
             place = folder / variant.name.replace("/", "-") / f"seed-{seed}"
-            summary = start_training(place, store=variant.store, model=target.path, dtype=dtype, device=device,
-                                     threads=threads, options=replace(variant.options, seed=seed), show=False)
+            start_training(place, store=variant.store, model=target.path, dtype=dtype, device=device,
+                           threads=threads, options=replace(variant.options, seed=seed), show=False)
+            shutil.rmtree(place / "checkpoints", ignore_errors=True)  # ten times a drafter's size
             steps = training_walk(load_drafter(place / "last"), target, answers)
             counts[variant.name].append(np.array([[sum(s.num_new for s in prompt), len(prompt)] for prompt in steps],
                                                  np.float64))
-            seconds[variant.name].append(summary["seconds"])
+            seconds[variant.name].append(training_seconds(place))
             sums = counts[variant.name][-1].sum(axis=0)
-            show(f"{variant.name}, seed {seed}: acceptance {sums[0] / sums[1]:.3f} ({summary['seconds']:.0f} s of "
-                 "training)")
+            show(f"{variant.name}, seed {seed}: acceptance {sums[0] / sums[1]:.3f} "
+                 f"({seconds[variant.name][-1]:.0f} s of training)")
     return [Outcome(name, np.stack(counts[name]), seconds[name]) for name in names]

@@ -27,9 +27,9 @@ def test_drafts_are_those_of_a_forward_by_hand(tiny_llama, draft_vocab):
     without it the same slots say token a + k."""
     drafter = make_drafter(tiny_llama, draft_vocab)
     states, anchor = torch.randn(6, 3, 64, generator=torch.Generator().manual_seed(1)), 31
-    network, positions = drafter.network, torch.arange(6)[None]
-    block = tiny_llama.embedding(torch.tensor([[anchor, 3, 3, 3]]))[:, None]
-    hidden = network(block, torch.tensor([[6]]), network.context(states[None], positions))[0, 0]
+    network, positions = drafter.network, torch.arange(6)
+    block = tiny_llama.embedding(torch.tensor([[anchor, 3, 3, 3]]))
+    hidden = network.blocks(block, torch.tensor([6]), network.context(states, positions))[0]
     rows = torch.arange(384) if draft_vocab is None else draft_vocab
     logits = F.linear(hidden, tiny_llama.head.weight[rows]).double()
     by_slot = torch.zeros(4, 384).double()

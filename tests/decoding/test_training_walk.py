@@ -12,7 +12,7 @@ from dflash_lib.decoding.speculative import SpeculativeDecoded, Step
 from dflash_lib.decoding.training_walk import compare_walk, training_walk
 from dflash_lib.drafter import DrafterProposer, TrainedDrafter, TrainOptions
 from dflash_lib.drafter.network import DFlashDrafter, DrafterConfig
-from dflash_lib.drafter.training import drafter_config
+from dflash_lib.drafter.recipe import drafter_config
 from tests.decoding.test_evaluation import LAYER_IDS, PROMPTS
 
 

@@ -12,8 +12,9 @@ from speculators.models.dflash.attention import create_anchor_block_mask_mod
 from speculators.models.dflash.utils import select_anchors
 from torch.nn.attention.flex_attention import create_mask
 
-from dflash_lib.drafter import network as our_network
-from dflash_lib.drafter.blocks import anchor_candidates, attention_mask
+from dflash_lib.drafter import attention as our_attention
+from dflash_lib.drafter.attention import attention_mask
+from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.network import FULL, SLIDING
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.loading import Target, load_target
@@ -73,7 +74,8 @@ def test_everything_agrees_on_the_targets_own_text(target, greedy, tmp_path, mon
     assert len(found["anchors"]) == num_blocks and (num_blocks * BLOCK < found["row"]["input_ids"].shape[1]) == (
         num_anchors == 3)
     if num_anchors == 100:
-        assert [len(s.input_ids) - 2 in anchors for s, anchors in zip(greedy, found["batch"].anchors, strict=True)] == [
+        assert [len(s.input_ids) - 2 in anchors for s, anchors in zip(
+            greedy, found["batch"].anchors.split(found["batch"].packing.num_blocks), strict=True)] == [
             True, True, False]  # the third document ends on an unsupervised token
     check_equal(pair, found, "KL" if kl_weight else "cross-entropy")
 
@@ -105,13 +107,13 @@ def test_difference_sliding_windows_lower_bound(target, greedy, tmp_path, monkey
     window = 8
     pair = make_pair(target, tmp_path, layer_types=[SLIDING, SLIDING], sliding_window=window)
     found = run_both(pair, greedy, monkeypatch, 0.0)
-    anchors = found["batch"].anchors[found["real"]]
+    anchors = found["batch"].anchors
     far = anchors >= window  # theirs drops a context position here, ours one more from slot 0 on
     apart = (found["our_hidden"] - found["hidden"]).abs().amax(dim=(1, 2)) / found["hidden"].abs().max()
     assert 10 < far.sum() < len(far) and apart[far].min() > 1e-3
     DIFFERENCES["deliberate: sliding window of 8, hidden states"] = [apart.max().item()]
 
-    seen = attention_mask(torch.tensor([[20]]), BLOCK, 30, window)[0, 0]
+    seen = attention_mask(torch.tensor([20]), torch.arange(BLOCK)[None], BLOCK, 30, window)[0]
     mod, num_queries, num_keys = create_anchor_block_mask_mod(torch.zeros(30, dtype=torch.long), 30, torch.tensor([20]),
                                                               BLOCK, window, False)
     theirs = create_mask(mod, None, None, num_queries, num_keys, device="cpu")[0, 0]
@@ -119,13 +121,13 @@ def test_difference_sliding_windows_lower_bound(target, greedy, tmp_path, monkey
     assert [int(row[:30].nonzero().min()) for row in theirs] == [12] * BLOCK
     assert torch.equal(seen[:, 30:], theirs[:, 30:]), "both are causal inside the block"
 
-    def their_bound(anchors, block_size, num_context, sliding_window):
-        mask = attention_mask(anchors, block_size, num_context, num_context + block_size)  # causal, whole context
-        position, edge = torch.arange(num_context), anchors[..., None, None] - sliding_window
-        mask[..., :num_context] = (position >= edge) & (position < anchors[..., None, None])
+    def their_bound(anchors, slots, block_size, num_context, sliding_window):
+        mask = attention_mask(anchors, slots, block_size, num_context, num_context + block_size)  # causal, all of it
+        position, edge = torch.arange(num_context), anchors[:, None, None] - sliding_window
+        mask[..., :num_context] = (position >= edge) & (position < anchors[:, None, None])
         return mask
 
-    monkeypatch.setattr(our_network, "attention_mask", their_bound)
+    monkeypatch.setattr(our_attention, "attention_mask", their_bound)
     check_equal(pair, run_both(pair, greedy, monkeypatch, 0.0), "sliding window, narrow, with their lower bound")
 
 
@@ -134,9 +136,9 @@ def test_difference_labels(target, tmp_path, monkeypatch):
     samples = make_samples(target, MASKS, greedy=False)
     pair = make_pair(target, tmp_path)
     found = run_both(pair, samples, monkeypatch, 0.0)
-    batch, real = found["batch"], found["real"]
+    batch = found["batch"]
     weights, log_q = our_weights(found), found["logits"].log_softmax(dim=-1)
-    data = F.pad(batch.labels[real], (1, 0))
+    data = F.pad(batch.labels, (1, 0))
     argmax = found["targets"].argmax(dim=-1)
     nll = [-log_q.gather(2, labels[..., None])[..., 0] for labels in (data, argmax)]
     assert found["parts"].loss_sum.item() == pytest.approx((weights * nll[0]).sum().item(), rel=1e-5)
@@ -198,7 +200,7 @@ def test_difference_labels_outside_the_reduced_vocabulary(target, greedy, tmp_pa
     vocab = torch.tensor([t for t in range(384) if t not in left_out])
     pair = make_pair(target, tmp_path, vocab)
     found = run_both(pair, greedy, monkeypatch, 0.0)
-    labels = F.pad(found["batch"].labels[found["real"]], (1, 0))
+    labels = F.pad(found["batch"].labels, (1, 0))
     unknown = torch.isin(labels, torch.tensor(left_out)) & (our_weights(found) > 0)
     assert 0.1 < unknown.sum() / (our_weights(found) > 0).sum() < 0.95
     kept = our_weights(found) * ~unknown

@@ -23,7 +23,7 @@ from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.inference import head_rows
 from dflash_lib.drafter.network import FULL, DFlashDrafter, DrafterConfig
 from dflash_lib.drafter.objective import TargetEnds, batch_loss
-from dflash_lib.drafter.training import drafter_config
+from dflash_lib.drafter.recipe import drafter_config
 from dflash_lib.hidden_states.store import StoredSample
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.loading import Target
@@ -106,11 +106,9 @@ def packed(samples: list[StoredSample], row_length: int) -> dict[str, torch.Tens
     return batch
 
 
-def their_anchors(samples: list[StoredSample], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Our batch's anchors as positions of the packed row, and which of our anchors are no padding, bool [B, A]."""
-    real = (batch.weights > 0).any(dim=-1)
-    offsets = torch.tensor(np.cumsum([0, *[len(s.input_ids) for s in samples]])[:-1])
-    return (batch.anchors + offsets[:, None])[real], real
+def their_anchors(batch: Batch) -> torch.Tensor:
+    """Our batch's anchors as positions of the packed row, which is packed as ours is."""
+    return batch.anchors + batch.starts
 
 
 def make_pair(target: Target, folder: Path, draft_vocab: torch.Tensor | None = None, **changes) -> Pair:
@@ -142,9 +140,9 @@ def make_pair(target: Target, folder: Path, draft_vocab: torch.Tensor | None = N
 
 def run_both(pair: Pair, samples: list[StoredSample], monkeypatch, kl_weight: float, num_anchors: int = 100,
              row_length: int | None = None) -> dict:
-    """Forward and backward of both on the same anchors; hidden, logits, targets [N, BLOCK, ...] over real anchors."""
+    """Forward and backward of both on the same anchors; hidden, logits, targets [N, BLOCK, ...] over all anchors."""
     batch = pair.our_batch(samples, num_anchors)
-    anchors, real = their_anchors(samples, batch)
+    anchors = their_anchors(batch)
     row = packed(samples, row_length or sum(len(s.input_ids) for s in samples) + BLOCK)
     monkeypatch.setattr(theirs_core, "select_anchors", lambda *_: (anchors, torch.ones(len(anchors), dtype=torch.bool)))
     hidden, logits, targets, mask, _ = pair.theirs._backbone_forward(**row, max_anchors=len(anchors))
@@ -155,18 +153,18 @@ def run_both(pair: Pair, samples: list[StoredSample], monkeypatch, kl_weight: fl
     loss.backward()
     parts = batch_loss(pair.ours, pair.ends, batch, kl_weight)
     parts.loss_sum.backward()
-    context = pair.ours.context(batch.aux_hidden_states, batch.positions)
-    our_hidden = pair.ours(pair.ends.embed(batch.input_ids), batch.anchors, context)
+    our_hidden = pair.ours(pair.ends.embed(batch.input_ids), batch.anchors, batch.aux_hidden_states, batch.positions,
+                           batch.packing).detach()
     shape = (len(anchors), BLOCK, -1)
-    return {"batch": batch, "real": real, "anchors": anchors, "row": row, "parts": parts, "loss": loss.detach(),
-            "metrics": metrics, "our_hidden": our_hidden[real].detach(), "hidden": hidden.detach().view(shape),
-            "our_logits": F.linear(our_hidden[real], pair.ends.head).detach(), "logits": logits.detach().view(shape),
+    return {"batch": batch, "anchors": anchors, "row": row, "parts": parts, "loss": loss.detach(),
+            "metrics": metrics, "our_hidden": our_hidden, "hidden": hidden.detach().view(shape),
+            "our_logits": F.linear(our_hidden, pair.ends.head).detach(), "logits": logits.detach().view(shape),
             "targets": targets.detach().view(shape), "mask": mask.view(len(anchors), BLOCK).float()}
 
 
 def our_weights(found: dict) -> torch.Tensor:
     """[N, BLOCK], slot 0 included."""
-    return F.pad(found["batch"].weights[found["real"]], (1, 0))
+    return F.pad(found["batch"].weights, (1, 0))
 
 
 def check_equal(pair: Pair, found: dict, name: str, same_labels: bool = True) -> None:
@@ -175,10 +173,9 @@ def check_equal(pair: Pair, found: dict, name: str, same_labels: bool = True) ->
     assert differ(f"{name}: logits", found["our_logits"], found["logits"]) < ROUNDING
     decay = dflash_loss_decay(torch.arange(BLOCK).float(), GAMMA)
     assert differ(f"{name}: slot weights", our_weights(found), found["mask"] * decay) < ROUNDING
-    doc, block = torch.nonzero(found["real"], as_tuple=True)
     batch = found["batch"]
-    before = batch.anchors[doc, block][:, None] + torch.arange(BLOCK - 1)
-    last = batch.last_hidden_state_prenorm[doc[:, None], before.clamp(max=batch.positions.shape[1] - 1)]
+    before = (batch.anchors + batch.starts)[:, None] + torch.arange(BLOCK - 1)
+    last = batch.last_hidden_state_prenorm[before.clamp(max=len(batch.positions) - 1)]
     trained = found["mask"][:, 1:] > 0
     assert differ(f"{name}: the target's logits", pair.ends.target_logits(last)[trained],
                   found["targets"][:, 1:][trained]) < ROUNDING

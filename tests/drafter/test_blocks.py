@@ -1,4 +1,4 @@
-"""Anchors, blocks, weights and masks against slow loops that state DESIGN.md's conventions word by word."""
+"""Anchors, blocks and weights against slow loops that state DESIGN.md's conventions word by word."""
 
 import math
 
@@ -7,8 +7,8 @@ import torch
 
 from dflash_lib.drafter.blocks import (
     anchor_candidates,
-    attention_mask,
     build_blocks,
+    coverage,
     draw_slots,
     sample_anchors,
     slot_weights,
@@ -40,31 +40,43 @@ def test_sampled_anchors_are_distinct_candidates_and_cover_all_in_time():
     assert sample_anchors(mask, 49, generator).tolist() == list(range(49))
 
 
-def test_blocks_equal_a_slow_loop():
+@pytest.mark.parametrize("first_slot", [1, 0])
+def test_blocks_equal_a_slow_loop(first_slot):
+    """first_slot 1: slot k says token a + k; 0 (sample_from_anchor): slot k says token a + k + 1."""
     anchors = anchor_candidates(LOSS_MASK)
-    slots, weights = draw_slots(len(anchors), SIZE - 1, SIZE, GAMMA, torch.Generator())
-    blocks = build_blocks(INPUT_IDS, LOSS_MASK, anchors, slots, weights, SIZE, MASK_TOKEN)
+    slots, weights = draw_slots(len(anchors), SIZE, SIZE, GAMMA, torch.Generator(), first_slot)
+    blocks = build_blocks(INPUT_IDS, LOSS_MASK, anchors, slots, weights, SIZE, MASK_TOKEN, first_slot)
     for row, a in enumerate(anchors.tolist()):
         assert blocks.input_ids[row].tolist() == [INPUT_IDS[a]] + [MASK_TOKEN] * (SIZE - 1)
-        assert blocks.slots[row].tolist() == list(range(1, SIZE))
-        for k in range(1, SIZE):
-            position = a + k
+        assert blocks.slots[row].tolist() == list(range(first_slot, SIZE))
+        for column, k in enumerate(range(first_slot, SIZE)):
+            position = a + k if first_slot else a + k + 1
             trained = position < len(INPUT_IDS) and LOSS_MASK[position] == 1
-            expected = math.exp(-(k - 1) / GAMMA) if trained else 0.0
-            assert blocks.weights[row, k - 1].item() == pytest.approx(expected)
+            expected = math.exp(-column / GAMMA) if trained else 0.0
+            assert blocks.weights[row, column].item() == pytest.approx(expected)
             if trained:
-                assert blocks.labels[row, k - 1] == INPUT_IDS[position]
+                assert blocks.labels[row, column] == INPUT_IDS[position]
 
 
+def test_coverage_counts_what_blocks_have_to_say():
+    # could be said: 3, 4 (from 2, 3) and 10, 11 (from 9, 10); the first token of an answer has no anchor before it
+    assert coverage(LOSS_MASK, anchor_candidates(LOSS_MASK), 3) == (4, 4)
+    assert coverage(LOSS_MASK, torch.tensor([2]), 1) == (1, 4)
+    assert coverage(LOSS_MASK, torch.tensor([9]), 5) == (2, 4)
+    assert coverage(LOSS_MASK, torch.tensor([], dtype=torch.int64), 3) == (0, 4)
+
+
+@pytest.mark.parametrize("first_slot", [1, 0])
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 7, 20])
-def test_drawn_slots_weigh_on_average_what_all_slots_weigh(num_slots):
+def test_drawn_slots_weigh_on_average_what_all_slots_weigh(num_slots, first_slot):
     size, gamma, num_anchors = 8, 2.0, 40_000
-    slots, weights = draw_slots(num_anchors, num_slots, size, gamma, torch.Generator().manual_seed(0))
-    assert slots.shape == weights.shape == (num_anchors, min(num_slots, size - 1)) and (slots[:, 0] == 1).all()
+    slots, weights = draw_slots(num_anchors, num_slots, size, gamma, torch.Generator().manual_seed(0), first_slot)
+    assert slots.shape == weights.shape == (num_anchors, min(num_slots, size - first_slot))
+    assert (slots[:, 0] == first_slot).all()
     mean = torch.zeros(size).index_add(0, slots.flatten(), weights.flatten()) / num_anchors
-    expected = slot_weights(size, gamma)
+    expected = slot_weights(size, gamma, first_slot)
     if num_slots == 1:
-        expected[2:] = 0
+        expected[first_slot + 1:] = 0
     assert torch.allclose(mean, expected, atol=0.02)
 
 
@@ -73,21 +85,3 @@ def test_slot_weights_of_the_published_block_sizes():
         weights = slot_weights(size, gamma)
         assert weights[0] == 0 and weights[1] == 1
         assert weights[size - 1].item() == pytest.approx(math.exp(-(size - 2) / gamma))
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_attention_mask_equals_a_slow_loop(window):
-    anchors, num_context = torch.tensor([[0, 3, 9], [1, 4, 12]]), 12
-    mask = attention_mask(anchors, SIZE, num_context, window)
-    assert mask.shape == (2, 3, SIZE, num_context + SIZE)
-    for doc in range(2):
-        for block in range(3):
-            a = anchors[doc, block].item()
-            for j in range(SIZE):
-                q = a + j
-                for p in range(num_context):  # strictly before the anchor: it has no target state yet
-                    visible = p < a and (window is None or q - (window - 1) <= p)
-                    assert mask[doc, block, j, p].item() == visible, (doc, block, j, p)
-                for i in range(SIZE):
-                    visible = True if window is None else i <= j and q - (window - 1) <= a + i
-                    assert mask[doc, block, j, num_context + i].item() == visible

@@ -112,7 +112,8 @@ def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
             ("one token", None, lambda t: t["d2t"].copy_(7 - torch.arange(3)), "1 different ones for 3 entries"),
             ("one NaN", None, lambda t: t["fc.weight"].view(-1)[5].fill_(torch.nan), "not finite.*: fc.weight"),
             ("zeros", None, lambda t: t["fc.weight"].zero_(), "all zero: fc.weight"),
-            ("two sizes", lambda c: c["dflash_config"].update(block_size=5), None, "two values for block_size: \\[4, 5\\]"),
+            ("two sizes", lambda c: c["dflash_config"].update(block_size=5), None,
+             r"two values for block_size: \[4, 5\]"),
             ("two conventions", lambda c: (c.update(sample_from_anchor=False), c["dflash_config"].update(
                 sample_from_anchor=True)), None, "two values for sample_from_anchor"),
             ("no convention", lambda c: c["dflash_config"].update(sample_from_anchor=2), None,

@@ -6,7 +6,7 @@ import torch
 
 from dflash_lib.drafter import DrafterProposer, TrainedDrafter, TrainOptions
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.training import drafter_config
+from dflash_lib.drafter.recipe import drafter_config
 
 VOCAB = torch.tensor([2, 7, 90, 200, 311])
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from dflash_lib.drafter.attention import Packing
 from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConfig
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -70,45 +71,68 @@ def slow_block(network, aux, embedded, anchor, keep_layer_norm_on_context=False)
     return torch.stack([rms(row, network.norm.weight) for row in x])
 
 
+PACKING, ANCHORS = Packing((9, 9), (3, 3)), torch.tensor([1, 4, 8, 0, 7, 9])
+POSITIONS = torch.arange(9).repeat(2)
+
+
+def made(layer_types):
+    network = make_network(layer_types=layer_types, sliding_window=5 if SLIDING in layer_types else None)
+    return network, torch.randn(18, 2, 32, dtype=torch.float64), torch.randn(6, 4, 32, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("layer_types", [(FULL,), (FULL, FULL), (SLIDING, FULL)])
 def test_forward_equals_loops(layer_types):
-    network = make_network(layer_types=layer_types, sliding_window=5 if SLIDING in layer_types else None)
-    aux, embedded = torch.randn(2, 9, 2, 32, dtype=torch.float64), torch.randn(2, 3, 4, 32, dtype=torch.float64)
-    anchors = torch.tensor([[1, 4, 8], [0, 7, 9]])
-    context = network.context(aux, torch.arange(9).expand(2, -1))
-    out = network(embedded, anchors, context)
-    for doc in range(2):
-        for block in range(3):
-            slow = slow_block(network, aux[doc], embedded[doc, block], anchors[doc, block].item())
-            # RMSNorm and RoPE angles are float32 by design, the loop is float64
-            assert torch.allclose(out[doc, block], slow, atol=2e-4, rtol=2e-4), (doc, block)
+    network, aux, embedded = made(layer_types)
+    out = network(embedded, ANCHORS, aux, POSITIONS, PACKING)
+    for block in range(6):
+        document = aux[:9] if block < 3 else aux[9:]
+        slow = slow_block(network, document, embedded[block], ANCHORS[block].item())
+        # RoPE angles are float32 by design, the loop's are float64
+        assert torch.allclose(out[block], slow, atol=2e-5, rtol=2e-5), block
+
+
+@pytest.mark.parametrize("layer_types", [(FULL, FULL), (SLIDING, FULL)])
+def test_blocks_on_a_kept_context_are_those_of_the_whole_pass(layer_types):
+    network, aux, embedded = made(layer_types)
+    out = network(embedded, ANCHORS, aux, POSITIONS, PACKING)
+    for first, states in ((0, aux[:9]), (3, aux[9:])):
+        kept = network.context(states, torch.arange(9))
+        own = slice(first, first + 3)
+        assert torch.allclose(network.blocks(embedded[own], ANCHORS[own], kept), out[own], atol=1e-12)
 
 
 @pytest.mark.parametrize("layer_types", [(FULL,), (SLIDING, FULL), (FULL, SLIDING)])
 def test_asked_slots_are_rows_of_the_whole_block(layer_types):
-    network = make_network(layer_types=layer_types, sliding_window=5 if SLIDING in layer_types else None)
-    aux, embedded = torch.randn(2, 9, 2, 32, dtype=torch.float64), torch.randn(2, 3, 4, 32, dtype=torch.float64)
-    anchors, slots = torch.tensor([[1, 4, 8], [0, 7, 9]]), torch.randint(0, 4, (2, 3, 2))
-    context = network.context(aux, torch.arange(9).expand(2, -1))
-    whole, asked = network(embedded, anchors, context), network(embedded, anchors, context, slots)
-    assert asked.shape == (2, 3, 2, 32)
-    for doc in range(2):
-        for block in range(3):
-            for column, k in enumerate(slots[doc, block].tolist()):
-                assert torch.allclose(asked[doc, block, column], whole[doc, block, k], atol=1e-12)
+    network, aux, embedded = made(layer_types)
+    slots = torch.randint(0, 4, (6, 2))
+    whole = network(embedded, ANCHORS, aux, POSITIONS, PACKING)
+    asked = network(embedded, ANCHORS, aux, POSITIONS, PACKING, slots)
+    assert asked.shape == (6, 2, 32)
+    for block in range(6):
+        for column, k in enumerate(slots[block].tolist()):
+            assert torch.allclose(asked[block, column], whole[block, k], atol=1e-12)
 
 
-def test_states_at_and_after_the_anchor_and_other_blocks_are_invisible():
-    network = make_network(layer_types=(FULL, FULL))
-    aux, embedded = torch.randn(1, 9, 2, 32, dtype=torch.float64), torch.randn(1, 2, 4, 32, dtype=torch.float64)
-    anchors, positions = torch.tensor([[3, 5]]), torch.arange(9)[None]
-    before = network(embedded, anchors, network.context(aux, positions))
-    aux[:, 5:] += 100
-    embedded[:, 1] += 1
-    after = network(embedded, anchors, network.context(aux, positions))
-    assert torch.equal(before[:, 0], after[:, 0])
-    aux[:, 2] += 1
-    assert not torch.equal(after[:, 0], network(embedded, anchors, network.context(aux, positions))[:, 0])
+def test_states_at_and_after_the_anchor_other_blocks_and_other_documents_are_invisible():
+    network, aux, embedded = made((FULL, FULL))
+    before = network(embedded, ANCHORS, aux, POSITIONS, PACKING)
+    changed, others = aux.clone(), embedded.clone()
+    changed[4:] += 100  # from the second block's anchor on, and the whole other document
+    others[[0, 2, 3, 4, 5]] += 1
+    assert torch.equal(before[1], network(others, ANCHORS, changed, POSITIONS, PACKING)[1])
+    changed[3] += 1
+    assert not torch.equal(before[1], network(others, ANCHORS, changed, POSITIONS, PACKING)[1])
+
+
+def test_autocast_computes_in_bfloat16_with_float32_weights():
+    network, aux, embedded = made((SLIDING, FULL))
+    network.float()
+    exact = network(embedded.float(), ANCHORS, aux.float(), POSITIONS, PACKING)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = network(embedded.float(), ANCHORS, aux.float(), POSITIONS, PACKING)
+    rounded.sum().backward()
+    assert rounded.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in network.parameters())
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.05
 
 
 def test_rope_frequencies_stay_float32():

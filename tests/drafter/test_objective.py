@@ -1,74 +1,18 @@
 """Loss and walk against slow references."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from dflash_lib.drafter.attention import Packing
 from dflash_lib.drafter.blocks import anchor_candidates
-from dflash_lib.drafter.losses import weighted_cross_entropy, weighted_kl, weighted_topk_kl
-from dflash_lib.drafter.objective import TargetEnds, walk
-from dflash_lib.hidden_states.store import TopLogits
-
-
-def test_cross_entropy_and_kl_equal_float64_loops():
-    torch.manual_seed(0)
-    logits, target_logits = torch.randn(7, 11), 2 * torch.randn(7, 11)
-    labels, weights = torch.randint(0, 11, (7,)), torch.rand(7)
-    ce = kl = 0.0
-    for row in range(7):
-        q = logits[row].double().softmax(0)
-        p = target_logits[row].double().softmax(0)
-        ce -= weights[row].item() * math.log(q[labels[row]])
-        kl += weights[row].item() * sum((p[v] * (p[v] / q[v]).log()).item() for v in range(11))
-    assert weighted_cross_entropy(logits, labels, weights).item() == pytest.approx(ce, rel=1e-5)
-    assert weighted_kl(logits, target_logits, weights).item() == pytest.approx(kl, rel=1e-5)
-    assert weighted_kl(logits, logits, weights).item() == pytest.approx(0, abs=1e-6)
-
-
-def top_of(target_logits: torch.Tensor, k: int) -> TopLogits:
-    largest = target_logits.topk(k, dim=-1)
-    return TopLogits(largest.indices.int(), largest.values, target_logits.logsumexp(dim=-1))
-
-
-@pytest.mark.parametrize("k", [1, 3, 10, 11])
-@pytest.mark.parametrize("head", [list(range(11)), [1, 2, 5, 8], [0]])
-def test_top_k_kl_equals_float64_loops_over_the_tokens_and_the_rest(k, head):
-    torch.manual_seed(k)
-    logits, target_logits = torch.randn(7, len(head), requires_grad=True), 3 * torch.randn(7, 11)
-    weights, ends = torch.rand(7), TargetEnds(None, None, None, torch.tensor(head))
-    top = top_of(target_logits, k)
-    loss = weighted_topk_kl(logits, top, *ends.draft_ids(top.ids.long()), weights)
-    exact = logits.detach().double().requires_grad_()
-    wanted = exact.sum() * 0
-    for row in range(7):
-        p, q = target_logits[row].double().softmax(0), exact[row].softmax(0)
-        ids = top.ids[row].tolist()
-        known = [i for i in ids if i in head]
-        rest = 1 - sum(p[i].item() for i in ids) if len(known) < len(head) and k < 11 else 0.0
-        whole = sum(p[i] for i in known) + rest
-        if whole == 0:
-            continue
-        kl = sum(p[i] / whole * (p[i] / whole / q[head.index(i)]).log() for i in known)
-        if rest:
-            others = 1 - sum((q[head.index(i)] for i in known), torch.zeros((), dtype=torch.float64))
-            kl = kl + rest / whole * (rest / whole / others).log()
-        wanted = wanted + weights[row].item() * kl
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-4, abs=1e-5)
-    loss.backward()
-    wanted.backward()
-    assert torch.allclose(logits.grad.double(), exact.grad, atol=1e-4)
-
-
-def test_top_k_kl_is_never_above_the_whole_one_and_grows_to_it():
-    torch.manual_seed(0)
-    logits, target_logits, weights = torch.randn(20, 50), 3 * torch.randn(20, 50), torch.ones(20)
-    rows = [top_of(target_logits, k) for k in (1, 2, 5, 20, 50)]
-    found = [weighted_topk_kl(logits, top, top.ids.long(), torch.ones_like(top.ids, dtype=torch.bool), weights).item()
-             for top in rows]
-    whole = weighted_kl(logits, target_logits, weights).item()
-    assert found == sorted(found) and found[-1] == pytest.approx(whole, rel=1e-5) and found[0] < 0.9 * whole
+from dflash_lib.drafter.dataset import Batch
+from dflash_lib.drafter.network import DFlashDrafter
+from dflash_lib.drafter.objective import TargetEnds, batch_loss, walk
+from dflash_lib.drafter.recipe import TrainOptions, drafter_config
 
 
 def test_reduced_vocabulary_maps_there_and_back():
@@ -119,43 +63,88 @@ def test_walk_equals_decoding_told_token_by_token(right):
         assert [s for s in steps if s != (5, 6)] == [(5, 5)]  # 17 = 6 + 6 + 5: the last step has no bonus
 
 
-def test_batch_loss_equals_block_by_block(tiny_llama):
-    from dflash_lib.drafter.dataset import Batch
-    from dflash_lib.drafter.network import DFlashDrafter
-    from dflash_lib.drafter.objective import batch_loss
-    from dflash_lib.drafter.training import TrainOptions, drafter_config
-
+@pytest.fixture
+def packed(tiny_llama):
+    """A network, the target's ends with half of its vocabulary, and a batch of two documents of 10 tokens."""
     torch.manual_seed(0)
     vocab = torch.arange(0, 384, 2)
     network = DFlashDrafter(drafter_config(tiny_llama, [1, 4], TrainOptions(block_size=4, mask_token_id=3),
                                            len(vocab)))
     ends = TargetEnds(tiny_llama.embedding, tiny_llama.final_norm, tiny_llama.head.weight[vocab], vocab)
-    aux, last = torch.randn(2, 10, 2, 64), torch.randn(2, 10, 64)
-    anchors, ids = torch.tensor([[2, 5], [4, 0]]), torch.randint(0, 384, (2, 2, 4))
-    slots = torch.tensor([[[1, 2], [1, 3]], [[1, 1], [3, 2]]])
-    labels, weights = torch.randint(0, 384, (2, 2, 2)), torch.rand(2, 2, 2)
-    labels[0] = 2 * torch.tensor([[5, 6], [7, 8]])
-    weights[1, 1] = 0  # a padded anchor
-    batch = Batch((0, 1), aux, last, torch.arange(10).expand(2, -1), anchors, ids, slots, labels, weights)
-    for kl_weight in (0.0, 0.3, 1.0):
-        parts = batch_loss(network, ends, batch, kl_weight)
-        loss = total = 0.0
-        for doc in range(2):
-            context = network.context(aux[doc:doc + 1], torch.arange(10)[None])
-            for block in range(2):
-                hidden = network(ends.embedding(ids[doc, block])[None, None], anchors[doc, block][None, None], context)
-                for column, k in enumerate(slots[doc, block].tolist()):
-                    label, weight = labels[doc, block, column].item(), weights[doc, block, column].item()
-                    if weight == 0 or label % 2:
-                        continue
-                    log_q = (hidden[0, 0, k] @ ends.head.T).log_softmax(0)
-                    p = (tiny_llama.final_norm(last[doc, anchors[doc, block] + k - 1]) @ ends.head.T).softmax(0)
-                    ce, kl = -log_q[label // 2], F.kl_div(log_q, p, reduction="sum")
-                    loss += weight * ((1 - kl_weight) * ce + kl_weight * kl).item()
-                    total += weight
-        assert parts.loss_sum.item() == pytest.approx(loss, rel=1e-4)
-        assert parts.weight_sum.item() == pytest.approx(total, rel=1e-5)
+    slots = torch.tensor([[1, 2], [1, 3], [1, 1], [3, 2]])
+    labels, weights = torch.randint(0, 384, (4, 2)), torch.rand(4, 2)
+    labels[:2] = 2 * torch.tensor([[5, 6], [7, 8]])
+    weights[3] = 0  # nothing supervised
+    batch = Batch((0, 1), Packing((10, 10), (2, 2)), torch.randn(20, 2, 64), torch.randn(20, 64),
+                  torch.arange(10).repeat(2), torch.tensor([2, 5, 0, 4]), torch.tensor([0, 0, 10, 10]),
+                  torch.randint(0, 384, (4, 4)), slots, labels, weights)
+    return network, ends, batch
+
+
+def block_by_block(network, ends, batch, norm, kl_weight, weight_of):
+    """Loss sum and weight sum by a loop over slots; weight_of(block, column, cross_entropies of the block)."""
+    loss = total = 0.0
+    for block in range(4):
+        start = int(batch.starts[block])
+        context = network.context(batch.aux_hidden_states[start:start + 10], torch.arange(10))
+        hidden = network.blocks(ends.embedding(batch.input_ids[block])[None], batch.anchors[block][None], context)[0]
+        found = {}
+        for column, k in enumerate(batch.slots[block].tolist()):
+            label = batch.labels[block, column].item()
+            if batch.weights[block, column] == 0 or label % 2:
+                continue
+            log_q = (hidden[k] @ ends.head.T).log_softmax(0)
+            row = start + batch.anchors[block] + k - batch.first_slot
+            p = (norm(batch.last_hidden_state_prenorm[row]) @ ends.head.T).softmax(0)
+            found[column] = (-log_q[label // 2].item(), F.kl_div(log_q, p, reduction="sum").item())
+        for column, (ce, kl) in found.items():
+            weight = weight_of(block, column, {c: value[0] for c, value in found.items()})
+            loss, total = loss + weight * ((1 - kl_weight) * ce + kl_weight * kl), total + weight
+    return loss, total
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kl_weight", [0.0, 0.3, 1.0])
+def test_batch_loss_equals_block_by_block(packed, tiny_llama, kl_weight):
+    network, ends, batch = packed
+    parts = batch_loss(network, ends, batch, kl_weight)
+    loss, total = block_by_block(network, ends, batch, tiny_llama.final_norm, kl_weight,
+                                 lambda block, column, _: batch.weights[block, column].item())
+    assert parts.loss_sum.item() == pytest.approx(loss, rel=1e-4)
+    assert parts.weight_sum.item() == pytest.approx(total, rel=1e-5)
     assert parts.slot_counts.tolist() == [0, 4, 1, 1]
+
+
+@torch.no_grad()
+def test_dpace_weighs_by_the_blocks_own_losses(packed, tiny_llama):
+    """With all slots trained; with the anchor's slot drafting, too."""
+    network, ends, batch = packed
+    with pytest.raises(ValueError, match="2 of 3 are trained; set slots_per_anchor"):
+        batch_loss(network, ends, batch, 0.0, 0.5)
+    labels = 2 * torch.randint(0, 192, (4, 4))
+    labels[0, 2] += 1  # one that the reduced head lacks
+    batch = replace(batch, slots=torch.arange(4).expand(4, -1), labels=labels,
+                    weights=torch.tensor([[1.0, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]), first_slot=0)
+
+    def weight_of(block, column, cross_entropies):
+        weight = 0.0
+        for j in (j for j in cross_entropies if j >= column):
+            weight += math.prod(0.5 * math.exp(-cross_entropies[i]) + 0.5 for i in cross_entropies if i <= j)
+        return weight
+
+    parts = batch_loss(network, ends, batch, 0.4, 0.5)
+    loss, _ = block_by_block(network, ends, batch, tiny_llama.final_norm, 0.4, weight_of)
+    known = ((batch.weights > 0) & (batch.labels % 2 == 0)).sum().item()
+    assert known == 7 and parts.loss_sum.item() == pytest.approx(loss, rel=1e-4) and parts.weight_sum.item() == known
+
+
+def test_a_batch_without_any_supervised_slot_still_reaches_every_weight(packed):
+    """Other processes wait for its gradients."""
+    network, ends, batch = packed
+    parts = batch_loss(network, ends, replace(batch, weights=torch.zeros(4, 2)), 0.5)
+    assert parts.weight_sum == 0 and parts.loss_sum == 0 and parts.slot_counts.sum() == 0
+    parts.loss_sum.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in network.parameters())
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_lib.drafter import DrafterError, DrafterProposer, export_speculators
+from dflash_lib.drafter import DrafterError, DrafterProposer, export_speculators, export_zlab
 from dflash_lib.drafter.exported import is_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import FULL, SLIDING
@@ -55,6 +55,18 @@ def test_every_field_and_tensor_comes_back(tiny_llama, exported):
     DrafterProposer(back, tiny_llama)
 
 
+def test_it_can_be_exported_anew(tiny_llama, exported, tmp_path):
+    """As z-lab's format, and in its own with what vLLM needs to be told of full-attention layers."""
+    edit(exported, lambda c: c.update(sliding_window_non_causal=False))
+    export_zlab(exported, tiny_llama, tmp_path / "zlab", dtype="float32")
+    again = export_speculators(exported, tiny_llama, tmp_path / "again", dtype="float32")
+    assert again["sliding_window_non_causal"] is True
+    for folder in ("zlab", "again"):
+        back = open_drafter(tmp_path / folder, tiny_llama)
+        assert back.config == make_drafter(tiny_llama, VOCAB).config and torch.equal(back.draft_vocab, VOCAB)
+        assert torch.equal(back.network.fc.weight, make_drafter(tiny_llama).network.fc.weight)
+
+
 def test_frozen_copies_must_be_the_targets(tiny_llama, exported, tmp_path):
     """Older checkpoints carry them all, in bfloat16 perhaps; each one that is another target's is named."""
     copies = {"embed_tokens.weight": tiny_llama.embedding.weight, "verifier_norm.weight": tiny_llama.final_norm.weight,
@@ -76,7 +88,8 @@ def test_frozen_copies_must_be_the_targets(tiny_llama, exported, tmp_path):
                                                ((SLIDING, SLIDING), False)])
 def test_what_layers_see_is_read_as_the_package_means_it(tiny_llama, exported, kinds, non_causal):
     def two_layers(tensors):
-        tensors.update({name.replace("layers.0", "layers.1"): t.clone() for name, t in list(tensors.items()) if "layers" in name})
+        first = {name: t for name, t in tensors.items() if name.startswith("layers.0.")}
+        tensors.update({name.replace("layers.0.", "layers.1."): t.clone() for name, t in first.items()})
 
     edit(exported, lambda c: c.update(sliding_window_non_causal=non_causal), two_layers)
     edit(exported, layers(layer_types=list(kinds), num_hidden_layers=2, use_sliding_window=SLIDING in kinds,
@@ -114,8 +127,8 @@ REFUSED = {
     "no theta": (lambda c: c["transformer_layer_config"].pop("rope_parameters"), None, "rope_theta is missing"),
     "no block": (lambda c: c.pop("block_size"), None, "block_size is missing"),
     "yarn": (layers(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}), None, "type 'yarn'"),
-    "partial": (layers(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}), None,
-                "partial_rotary_factor"),
+    "partial": (layers(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+                None, "partial_rotary_factor"),
     "gelu": (layers(hidden_act="gelu"), None, "hidden_act 'gelu'"),
     "other width": (lambda c: c.update(target_hidden_size=128), None, "target_hidden_size 128"),
     "no head_dim": (layers(head_dim=None), None, "head_dim must be a whole number"),

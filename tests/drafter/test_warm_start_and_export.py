@@ -19,7 +19,7 @@ from dflash_lib.drafter import (
 )
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConfig
-from dflash_lib.drafter.training import drafter_config
+from dflash_lib.drafter.recipe import drafter_config
 from dflash_lib.drafter.warm_start import effective_weight, source_layers, warm_start
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.loading import load_target

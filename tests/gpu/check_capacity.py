@@ -100,17 +100,18 @@ def random_batch(options, num_tokens: int, hidden_size: int, num_layers: int, de
     """A training batch of one document, every slot of which is supervised: what the data set would make of it."""
     import torch
 
+    from dflash_lib.drafter.attention import Packing
     from dflash_lib.drafter.dataset import Batch
 
-    docs, num, slots = options.batch_samples, options.anchors_per_sample, options.slots_per_anchor
+    num, slots = options.anchors_per_sample, options.slots_per_anchor
     with torch.device(device):
-        input_ids = torch.full((docs, num, options.block_size), options.mask_token_id)
-        anchors = torch.arange(1, num + 1).expand(docs, -1) * (num_tokens // (num + 2))
-        last = torch.randn(docs, num_tokens, hidden_size) if options.kl_weight > 0 else None
-        return Batch(tuple(range(docs)), torch.randn(docs, num_tokens, num_layers, hidden_size), last,
-                     torch.arange(num_tokens).expand(docs, -1), anchors, input_ids,
-                     torch.arange(1, slots + 1).expand(docs, num, -1).contiguous(),
-                     torch.full((docs, num, slots), 7), torch.ones(docs, num, slots))
+        last = torch.randn(num_tokens, hidden_size).bfloat16() if options.kl_weight > 0 else None
+        return Batch((0,), Packing.single(num_tokens, num), torch.randn(num_tokens, num_layers, hidden_size).bfloat16(),
+                     last, torch.arange(num_tokens), torch.arange(1, num + 1) * (num_tokens - slots - 1) // num,
+                     torch.zeros(num, dtype=torch.int64),
+                     torch.full((num, options.block_size), options.mask_token_id),
+                     torch.arange(1, slots + 1).expand(num, -1).contiguous(), torch.full((num, slots), 7),
+                     torch.ones(num, slots))
 
 
 def check_training(target, folder: Path, ids: list[int], device: str, changes: dict) -> bool:
@@ -120,12 +121,12 @@ def check_training(target, folder: Path, ids: list[int], device: str, changes: d
     from dflash_lib.drafter.inference import head_rows
     from dflash_lib.drafter.network import DFlashDrafter
     from dflash_lib.drafter.objective import TargetEnds, batch_loss
-    from dflash_lib.drafter.training import TrainOptions, drafter_config
+    from dflash_lib.drafter.recipe import TrainOptions, drafter_config
     from dflash_lib.workbench.peak_memory import training_memory
 
     options = TrainOptions(**TRAINING, **changes)
     draft_vocab_size = options.draft_vocab_size
-    predicted = training_memory(folder, ids, options, TRAINING_TOKENS)
+    predicted = training_memory(folder, ids, options, TRAINING_TOKENS, device=device)
     config = drafter_config(target, ids, options, draft_vocab_size)
 
     def work() -> None:

@@ -22,6 +22,7 @@ from dflash_lib.hidden_states.plan import ExtractionPlan, make_plan
 from dflash_lib.hidden_states.schema import (
     AUX,
     AUX_SCALES,
+    FP8,
     FP8_LARGEST_CODE,
     LAST,
     LAST_ROWS,
@@ -63,6 +64,14 @@ def test_fp8_rounds_each_row_to_three_mantissa_bits_and_its_largest_value_to_the
     assert (error <= torch.maximum(values.abs() / 16 * (1 + 1e-6), small)).all()
     assert 0.01 < float(error.norm() / values.norm()) < 0.04
     assert torch.equal(*(t.abs().amax(dim=-1) > 0 for t in (back, values)))
+
+
+def test_every_code_means_what_pytorch_says_in_any_memory_layout():
+    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 4, 4).view(FP8)
+    scales = torch.rand(16, 4, generator=torch.Generator().manual_seed(0))
+    for change in (lambda t: t, lambda t: t[::3], lambda t: t.transpose(0, 1)):
+        found, wanted = dequantize_fp8(change(codes), change(scales)), change(codes).float() * change(scales)[..., None]
+        assert found.dtype == torch.float32 and torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
 def test_fp8_of_rows_that_cannot_be():

@@ -65,6 +65,14 @@ def test_it_is_a_page_that_can_be_shared(tiny_run, name):
         assert text == [], "warnings belong to the reader only when there is something to do"
 
 
+def test_the_training_page_keeps_one_live_picture(tiny_run):
+    cells = read_notebook(tiny_run.folder / "notebooks" / "06_train.ipynb")["cells"]
+    training, = [cell for cell in cells if "start_training(run" in "".join(cell["source"])]
+    outputs = training["outputs"]
+    assert ["image/png" in o["data"] for o in outputs if o["output_type"] == "display_data"] == [True]
+    assert {o["output_type"] for o in outputs} == {"display_data", "stream"}
+
+
 def test_a_store_is_refused_before_the_prepared_rows_are_overwritten():
     """Otherwise prepared/ holds the new rows and states/ the old ones."""
     cells = read_notebook(REPOSITORY / "notebooks" / "04_extract.ipynb")["cells"]

@@ -13,7 +13,9 @@ from dflash_lib.workbench.studies import run_study
 
 SMALL = {"encodings": {"num_seeds": 1, "study_steps": 2, "study_max_new_tokens": 8, "topk_studied": 4,
                        "trained_forms": ["bf16, last all", "fp8, last none"], "measured_tokens": 200,
-                       "min_zstd_gain": 0.1, "default_form": "bf16+zstd, last supervised", "max_loss": 9.0}}
+                       "min_zstd_gain": 0.1, "default_form": "bf16+zstd, last supervised", "max_loss": 9.0},
+         "recipe": {"num_seeds": 2, "study_steps": 2, "study_max_new_tokens": 8, "num_prompts": 3,
+                    "factors": ["average"], "max_cost": 9.0, "min_base_acceptance": 1.0}}
 
 
 def test_every_study_has_small_settings_here():
@@ -52,7 +54,7 @@ def test_its_form(name):
 
 
 def test_what_is_no_study_run_or_parameter_is_refused(tiny_run, tmp_path, capsys):
-    with pytest.raises(RunError, match="study 'encoding': no such notebook; there are: encodings"):
+    with pytest.raises(RunError, match="study 'encoding': no such notebook; there are: encodings, recipe"):
         run_study("encoding", tiny_run.folder, {})
     with pytest.raises(RunError, match="no params.yaml"):
         run_study("encodings", tmp_path, {})

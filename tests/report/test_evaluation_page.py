@@ -3,23 +3,27 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_lib import __main__ as command
+from dflash_lib.conversations.rendering import TemplateOptions
 from dflash_lib.decoding import side_by_side
 from dflash_lib.decoding.acceptance import acceptance_difference, acceptance_length
+from dflash_lib.decoding.comparison import NamedDrafter
 from dflash_lib.decoding.eval_prompts import EvalPrompt
 from dflash_lib.decoding.speculative import Step, speculative_generate
-from dflash_lib.drafter import TrainedDrafter, TrainOptions, export_zlab
+from dflash_lib.drafter import DrafterProposer, TrainedDrafter, TrainOptions, export_zlab
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.training import drafter_config
+from dflash_lib.drafter.recipe import drafter_config
 from dflash_lib.files import read_json
-from dflash_lib.report.evaluation_page import OutputError, claim_folder
+from dflash_lib.report.evaluation_page import OutputError, claim_folder, rendering_notes
 from dflash_lib.target.loading import Target, load_target
+from tests.decoding.test_training_walk import changed
 
 
 def write_prompts(path, *questions):
@@ -103,7 +107,8 @@ def test_the_results_are_those_of_the_steps_in_them(done):
             assert interval["value"] == pytest.approx(acceptance_length(own))
         assert sum(b["num_steps"] for b in drafter["by_position"]) == len(flat)
         assert [b["block_size"] for b in drafter["block_sizes"]] == list(range(2, size + 1))
-        assert {s["block_size"] for s in drafter["speeds"]} == {size, drafter["best_block_size"]}
+        sizes = {s["block_size"] for s in drafter["speeds"]}  # the trained and the most promising one
+        assert {size, drafter["best_block_size"]} <= sizes and len(sizes) <= 2
         assert all(s["num_identical"] == 5 for s in drafter["speeds"])
         assert drafter["walk_against_decoding"]["difference"] <= 0.01
         assert list(drafter["leads"]) == ["prompt look-up", "zeroed states", "another sample's states"]
@@ -211,6 +216,16 @@ def test_what_is_refused_with_the_target_at_hand(place, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
         refused(capsys, evaluate(place, tmp_path / "o", folder.name), f"another target: {key} {value}, the target's is")
+
+
+def test_a_convention_that_engines_do_not_serve_is_said(tiny_llama):
+    drafter = make_drafter(tiny_llama, [1, 2, 4], 4)
+    anchored = changed(drafter, sample_from_anchor=True)
+    note = ("one: sample_from_anchor: the anchor's slot drafts, too, so a verify step has 5 tokens. vLLM 0.32 refuses "
+            "such a drafter by name, and an engine that ignored the key would draft every token one place late.")
+    for one, size, said in ((drafter, 4, []), (anchored, 5, [note])):
+        named = NamedDrafter("one", Path("one"), one, DrafterProposer(one, tiny_llama))
+        assert named.block_size == size and rendering_notes([named], TemplateOptions()) == said
 
 
 def test_claiming_a_folder(tmp_path):

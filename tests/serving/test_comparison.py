@@ -265,6 +265,11 @@ def test_the_command(tmp_path, capsys):
         assert main([*command, stand_in.url, "--num-prompts", "8"]) == 1
     assert "8 prompts" in (said := capsys.readouterr().out) and "1. layer ids" in said
     assert len((tmp_path / "served" / "answers.jsonl").read_text().splitlines()) == 8
+    record["results"]["sample_from_anchor"] = True
+    (tmp_path / "results" / "07_evaluate.json").write_text(json.dumps(record))
+    with StandIn(wrong) as stand_in:
+        assert main([*command, stand_in.url, "--num-prompts", "8"]) == 1
+    assert "1. sample_from_anchor: slot k" in capsys.readouterr().out
     assert main(["evaluate", "--drafter", str(tmp_path / "nowhere"), "--server", "localhost:1"]) == 2
     for more in (["--model", "x"], ["--out", "x"], ["--drafter", "x"], ["--dtype", "bfloat16"], ["--thinking", "on"]):
         assert main([*command, "localhost:1", *more]) == 2

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.training import Trainer, TrainOptions, drafter_config
+from dflash_lib.drafter.recipe import TrainOptions, drafter_config
+from dflash_lib.drafter.training import Trainer
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.capture import capture_batch
 from dflash_lib.target.errors import TargetError
@@ -94,7 +95,7 @@ def test_training(changes, dtype, tiny_llama_folder, tmp_path):
     options = TrainOptions(**{"block_size": 8, "mask_token_id": 3, "draft_vocab_size": None, "warm_start": False,
                               "steps": 2, "batch_samples": 3, "anchors_per_sample": 48, "slots_per_anchor": 7,
                               "validation_samples": 2, "validation_interval": 2, "checkpoint_interval": 50} | changes)
-    predicted = training_memory(tiny_llama_folder, [1, 3, 4], options, 128, dtype=dtype)
+    predicted = training_memory(tiny_llama_folder, [1, 3, 4], options, 128, dtype=dtype, device="cpu")
 
     def work():
         trainer = Trainer(HiddenStateStore.open(tmp_path / "states"), target, tmp_path / "drafter", options)

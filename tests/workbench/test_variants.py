@@ -1,5 +1,6 @@
 """variants: recipes out of parameters, trials that resume, and intervals that say what chance does."""
 
+import json
 from dataclasses import fields, replace
 
 import numpy as np
@@ -7,10 +8,10 @@ import pytest
 
 from dflash_lib.decoding.eval_prompts import EvalPrompt
 from dflash_lib.decoding.evaluation import answer_prompts
-from dflash_lib.drafter.training import TrainOptions
+from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.workbench.parameters import all_declarations
 from dflash_lib.workbench.runs import notebook_paths
-from dflash_lib.workbench.variants import Outcome, Variant, run_variants, train_options
+from dflash_lib.workbench.variants import Outcome, Variant, run_variants, train_options, training_seconds
 from tests.hidden_states.rows import make_prepared, make_store
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, draft_vocab_size=None, steps=4, anchors_per_sample=4,
@@ -48,6 +49,13 @@ def test_acceptance_over_seeds_and_prompts():
     assert single.ahead_by_seed(single).low == single.ahead_by_seed(single).high == 0
 
 
+def test_seconds_are_those_of_a_quiet_machine(tmp_path):
+    seconds = [0.1, 0.1, 0.1, 5.0, 0.1, 0.1, 7.0, 0.1]
+    rows = [{"step": 0, "validation": {}}, *({"step": i + 1, "loss": 1.0, "seconds": s} for i, s in enumerate(seconds))]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert training_seconds(tmp_path) == pytest.approx(0.8)
+
+
 @pytest.fixture(scope="module")
 def answers(tiny_llama):
     prompts = [EvalPrompt(id=str(i), kind="facts", text=str(i), token_ids=[5 + i, 20, 30, 40]) for i in range(3)]
@@ -63,7 +71,7 @@ def test_trainings_run_once_and_equal_variants_are_equal(tiny_llama, answers, tm
     assert first[0].counts.shape == (1, 3, 2) and np.array_equal(first[0].counts, first[1].counts)
     assert all(1 <= length <= 4 for o in first for length in o.by_seed)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "trained").rglob("summary.json")}
-    assert len(files) == 2
+    assert len(files) == 2 and not list((tmp_path / "trained").rglob("checkpoints")), "finished, they need none"
     again = run_variants(tmp_path / "trained", variants, [1], tiny_llama, answers, show=lines.append)
     assert all(np.array_equal(a.counts, b.counts) for a, b in zip(first, again, strict=True))
     assert {path: path.stat().st_mtime_ns for path in files} == files, "nothing was trained again"
