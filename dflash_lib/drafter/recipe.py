@@ -92,6 +92,9 @@ class TrainOptions:
         if not 0 <= self.num_sliding_layers <= self.num_layers:
             raise ValueError(f"num_sliding_layers must be 0 to num_layers ({self.num_layers}), got "
                              f"{self.num_sliding_layers}")
+        if self.num_sliding_layers and (self.sliding_window or 0) < 1:
+            raise ValueError(f"num_sliding_layers {self.num_sliding_layers} needs a sliding_window (tokens), got "
+                             f"{self.sliding_window}")
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -113,6 +116,8 @@ class Compute:
         if self.num_processes < 1 or self.accumulate < 1:
             raise ValueError(f"num_processes and accumulate: at least 1 is needed, got {self.num_processes} and "
                              f"{self.accumulate}")
+        if self.shard and self.num_processes < 2:
+            raise ValueError("shard: weights can be divided among processes only; set num_processes to 2 or more")
 
 
 def rope_theta(config) -> float:

@@ -284,7 +284,10 @@ def test_a_bfloat16_target_trains_a_float32_drafter(tiny_store, tiny_llama, tmp_
     assert first.validate()["acceptance_length"] >= 1
 
 
-@pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0}])
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0},
+                                 {"precision": "half"}, {"slot_weighting": "x"}, {"dpace_alpha": -1.0},
+                                 {"num_sliding_layers": 1}, {"num_sliding_layers": 5}, {"max_skipped": 0},
+                                 {"spike_factor": 1.0}, {"slots_per_anchor": 2, "slot_weighting": "dpace"}])
 def test_impossible_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         replace(OPTIONS, **bad)
