@@ -273,6 +273,7 @@ def test_a_training_begun_from_a_drafter_goes_on_without_its_folder(tiny_store, 
     {"sample_from_anchor": True}, {"slot_weighting": "dpace", "slots_per_anchor": 4},
     {"sample_from_anchor": True, "slot_weighting": "dpace", "slots_per_anchor": 4, "kl_weight": 0.0},
     {"num_layers": 2, "num_sliding_layers": 1, "sliding_window": 5}, {"precision": "bfloat16"},
+    {"optimizer": "muon"},
     {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "warm_start": False}])
 def test_every_kind_of_recipe_learns_and_resumes(tiny_store, tiny_llama, tmp_path, changes):
     options = replace(OPTIONS, steps=40, checkpoint_interval=20, **changes)
