@@ -22,6 +22,7 @@ from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.target.capture import default_layer_ids
+from dflash_lib.target.ends import meta_target
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.hub import find_cached, is_hub_id
 from dflash_lib.target.loading import check_device, load_tokenizer, read_config
@@ -37,7 +38,7 @@ from dflash_lib.workbench.capacity import (
 from dflash_lib.workbench.doctor import RED, version_lines
 from dflash_lib.workbench.gpu_plan import Limits, Rates, Work, measured_rates, plan_gpus
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
-from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
+from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, training_memory
 from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
 from dflash_lib.workbench.variants import train_options

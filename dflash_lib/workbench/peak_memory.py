@@ -30,9 +30,10 @@ from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, propose_everywhere
 from dflash_lib.drafter.recipe import TrainOptions, drafter_config
 from dflash_lib.target.capture import HiddenStateTap, check_layer_ids
-from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
+from dflash_lib.target.configuration import configuration_faults
+from dflash_lib.target.ends import end_modules, meta_target
 from dflash_lib.target.errors import TargetError
-from dflash_lib.target.loading import Target, parse_dtype
+from dflash_lib.target.loading import Target
 
 META = torch.device("meta")
 FLA_CHUNK = 64
@@ -196,13 +197,6 @@ def _linear_attention(layers: Sequence[nn.Module], fast: bool) -> Iterator[None]
 def fast_kernels_on(device: str) -> bool:
     """Whether a target on `device` would take flash-linear-attention's kernels: they run on GPUs, where installed."""
     return device.startswith("cuda") and importlib.util.find_spec("fla") is not None
-
-
-def meta_target(model: Path | str, dtype: torch.dtype | str) -> Target:
-    """The text tower of the folder `model` on the meta device, in `dtype`, as `load_target` would have it."""
-    config = text_tower(read_config(model), model)
-    network = without_weights(config, model, parse_dtype(dtype))
-    return Target(Path(model), network.eval().requires_grad_(False), None, None)
 
 
 def _static(*modules: nn.Module) -> int:
