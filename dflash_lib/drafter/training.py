@@ -68,9 +68,10 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.network = DFlashDrafter(config)
         self.begun_from: dict[str, Any] | None = None
-        resumed = self._newest()
-        if resumed is not None:
-            self.begun_from = resumed[1].get("begun_from")  # its folder may be gone by now
+        newest = self._newest()
+        self.resumed = newest is not None
+        if newest is not None:
+            self.begun_from = newest[1].get("begun_from")  # its folder may be gone by now
         elif options.init_from:
             self.begun_from = init_from(self.network, vocab, options.init_from, target)
         elif options.warm_start:
@@ -98,7 +99,7 @@ class Trainer:
         self.step, self.best, self.seconds, self.waited = 0, {"acceptance_length": 0.0, "step": 0}, 0.0, 0.0
         self.norms: deque[float] = deque(maxlen=NUM_NORMS)
         self.skipped: list[int] = []
-        self._resume(resumed)
+        self._resume(newest)
 
     def run(self, report: Callable[[dict[str, Any]], None] | None = None,
             stopping: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
@@ -114,7 +115,7 @@ class Trainer:
                 if report and first:
                     report(row)
 
-            if self.step == 0:
+            if not self.resumed:
                 write({"step": 0, "validation": self.validate()})
             stop = parallel.any_of(stopping(), self.device)
             while self.step < self.options.steps and not stop:

@@ -133,7 +133,8 @@ class _AttentionMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, mask):
         out = _by_token(query)
-        ctx.save_for_backward(query, key, value, mask, out, torch.empty(query.shape[:-1], dtype=torch.float32, device=META))
+        log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32, device=META)
+        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
         return out
 
     @staticmethod

@@ -1,10 +1,7 @@
 """The training job: what it refuses, that it learns, that it goes on bit for bit after a kill."""
 
 import errno
-import json
-import multiprocessing
 import os
-import signal
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +13,6 @@ from dflash_lib.drafter import (
     Compute,
     DrafterError,
     DrafterProposer,
-    TrainOptions,
     checkpoints,
     load_drafter,
     read_log,
@@ -29,7 +25,7 @@ from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_sam
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
 from dflash_lib.drafter.recipe import TrainingError, learning_rate
 from dflash_lib.drafter.training import Trainer
-from dflash_lib.drafter.training_job import open_job, sigterm_noted
+from dflash_lib.drafter.training_job import open_job
 from dflash_lib.files import read_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -37,9 +33,7 @@ from dflash_lib.job_status import read_status
 from dflash_lib.launch import LaunchError
 from dflash_lib.locks import Locked, folder_lock, lock_beside
 from dflash_lib.target.loading import load_target
-
-OPTIONS = TrainOptions(block_size=4, mask_token_id=3, num_layers=1, draft_vocab_size=64, steps=12, anchors_per_sample=6,
-                       validation_samples=2, validation_interval=6, checkpoint_interval=4, average=0.9, kl_weight=0.5)
+from tests.drafter.running import OPTIONS, tensors_of
 
 
 def data_of(store, samples, **changes):
@@ -228,20 +222,6 @@ def test_a_mask_token_that_text_uses_is_refused(tiny_store, tiny_llama, tmp_path
         Trainer(tiny_store, tiny_llama, tmp_path, replace(OPTIONS, mask_token_id=token))
 
 
-def test_nan_states_stop_training_with_the_samples_named(tiny_store, tiny_llama, tmp_path, monkeypatch):
-    trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
-    read = tiny_store.read
-
-    def poisoned(index):
-        sample = read(index)
-        sample.aux_hidden_states[3] = float("nan")
-        return sample
-
-    monkeypatch.setattr(tiny_store, "read", poisoned)
-    with pytest.raises(ValueError, match=r"step 1: loss nan .* samples \["):
-        trainer.train_step()
-
-
 def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
     folder = tmp_path / "drafter"
     assert open_job(folder, {"steps": 1}) == "new"
@@ -331,75 +311,6 @@ def test_a_users_mistake_in_the_worker_is_one_line_and_its_traceback_is_in_the_l
     assert "in split_samples" in (tmp_path / "drafter" / "logs" / "training_job.log").read_text()
 
 
-def train_in_child(pipe, store_folder, target, folder, options) -> None:
-    """What the killed process runs; it tells each step before the next one begins."""
-    Trainer(HiddenStateStore.open(store_folder), target, folder, options).run(lambda row: pipe.send(row["step"]))
-
-
-def start_child(tiny_store, tiny_llama, folder, options):
-    """A forked child (this process computes with one thread, so nothing is lost in the fork) and its pipe's end."""
-    folder.mkdir(exist_ok=True)
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(
-        target=train_in_child, args=(theirs, tiny_store.folder, tiny_llama, folder, options))
-    child.start()
-    theirs.close()
-    return child, ours
-
-
-def assert_same_weights(one, other):
-    """Two drafter folders hold the same tensors, bit for bit."""
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours), one.name
-
-
-def without_seconds(run):
-    """The log's rows without what may differ from run to run."""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("seconds", "wait_s")} for row in rows]
-
-
-def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tiny_store, tiny_llama, tmp_path):
-    options = replace(OPTIONS, steps=23, checkpoint_interval=5, validation_interval=8)
-    (tmp_path / "whole").mkdir()
-    Trainer(tiny_store, tiny_llama, tmp_path / "whole", options).run()
-    for kill_at in (3, 12):  # before the first checkpoint, and between two of them
-        child, pipe = start_child(tiny_store, tiny_llama, tmp_path / "killed", options)
-        while pipe.recv() < kill_at:
-            pass
-        child.kill()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-    child, pipe = start_child(tiny_store, tiny_llama, tmp_path / "killed", options)
-    assert pipe.recv() == 11, "it did not go on from step 10's checkpoint"
-    child.join()
-    assert child.exitcode == 0
-    for name in ("last", "best"):
-        assert_same_weights(tmp_path / "whole" / name, tmp_path / "killed" / name)
-    assert without_seconds(tmp_path / "whole") == without_seconds(tmp_path / "killed")
-
-
-def test_sigterm_saves_the_step_that_it_meets_and_the_run_goes_on_bit_for_bit(tiny_store, tiny_llama, tmp_path):
-    """Stopped in between, where a validation is due, and once more; no checkpoint is due anywhere before the end."""
-    options = replace(OPTIONS, steps=23, checkpoint_interval=1000, validation_interval=8)
-    (tmp_path / "whole").mkdir()
-    Trainer(tiny_store, tiny_llama, tmp_path / "whole", options).run()
-    (tmp_path / "stopped").mkdir()
-    before = 0
-    for stop_at in (3, 8, 12):
-        trainer = Trainer(tiny_store, tiny_llama, tmp_path / "stopped", options)
-        assert trainer.step == before
-        with sigterm_noted() as stopping:
-            assert trainer.run(lambda row, at=stop_at: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == at
-                               else None, stopping) is None
-        before = stop_at
-    assert Trainer(tiny_store, tiny_llama, tmp_path / "stopped", options).run() is not None
-    for name in ("last", "best"):
-        assert_same_weights(tmp_path / "whole" / name, tmp_path / "stopped" / name)
-    assert without_seconds(tmp_path / "whole") == without_seconds(tmp_path / "stopped")
-
-
 def test_interrupting_the_launcher_saves_the_training(tiny_store, tiny_llama, tmp_path, monkeypatch):
     """Ctrl-C in a notebook comes as KeyboardInterrupt while the launcher follows the job."""
     job = {"store": tiny_store.folder, "model": tiny_llama.path, "dtype": "float32", "device": "cpu", "threads": 1,
@@ -433,7 +344,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(tiny_store, tiny_
     options = replace(OPTIONS, steps=8)
     Trainer(tiny_store, tiny_llama, tmp_path, options).run()
     old, new = list_checkpoints(tmp_path / "checkpoints")
-    before = {name: tensor.clone() for name, tensor in load_file(new / "state.safetensors").items()}  # it is mapped
+    before = tensors_of(new / "state.safetensors")
     damage(new)
     trainer = Trainer(tiny_store, tiny_llama, tmp_path, options)
     assert trainer.step == 4 and f"{new}: damaged checkpoint, passed over" in capsys.readouterr().out
