@@ -336,7 +336,7 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
         vocabulary = None if options.draft_vocab_size is None else torch.empty(num_rows, dtype=torch.int64)
         head = torch.empty(num_rows, config.hidden_size, dtype=torch.float32)
     ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary,
-                      device_type=torch.device(device).type)
+                      device_type=device.partition(":")[0])
     drafter_bytes = _static(network)
     shared = target.head.weight.dtype == torch.float32 and vocabulary is None  # .float() then copies nothing
     parts = {"target": _static(target.model), "head rows (float32)": 0 if shared else head.nbytes,

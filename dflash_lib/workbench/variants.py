@@ -22,6 +22,11 @@ from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.drafter.training_job import start_training
 from dflash_lib.target.loading import Target
 
+PARAMETERS = {  # of the notebooks, for fields of TrainOptions that have another name there
+    "num_layers": "num_drafter_layers", "intermediate_size": "drafter_intermediate_size",
+    "num_heads": "num_drafter_heads", "num_kv_heads": "num_drafter_kv_heads", "head_dim": "drafter_head_dim",
+    "checkpoint_interval": "validation_interval"}
+
 
 def student_quantile(probability: float, free: float) -> float:
     """The quantile of Student's t with `free` degrees of freedom (at least 1, whole or not), probability 0.5 to less
@@ -34,11 +39,8 @@ def student_quantile(probability: float, free: float) -> float:
 
 def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
     """The recipe that a job's parameters state, as 06_train has them; `changes` are fields of TrainOptions."""
-    names = {"num_layers": "num_drafter_layers", "intermediate_size": "drafter_intermediate_size",
-             "num_heads": "num_drafter_heads", "num_kv_heads": "num_drafter_kv_heads",
-             "head_dim": "drafter_head_dim", "checkpoint_interval": "validation_interval"}
-    stated = {field.name: params[names.get(field.name, field.name)] for field in fields(TrainOptions)
-              if names.get(field.name, field.name) in params}
+    stated = {field.name: params[PARAMETERS.get(field.name, field.name)] for field in fields(TrainOptions)
+              if PARAMETERS.get(field.name, field.name) in params}
     return TrainOptions(**{**stated, **changes})
 
 

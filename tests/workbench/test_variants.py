@@ -11,7 +11,14 @@ from dflash_lib.decoding.evaluation import answer_prompts
 from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.workbench.parameters import all_declarations
 from dflash_lib.workbench.runs import notebook_paths
-from dflash_lib.workbench.variants import Outcome, Variant, run_variants, train_options, training_seconds
+from dflash_lib.workbench.variants import (
+    PARAMETERS,
+    Outcome,
+    Variant,
+    run_variants,
+    train_options,
+    training_seconds,
+)
 from tests.hidden_states.rows import make_prepared, make_store
 
 OPTIONS = TrainOptions(block_size=4, mask_token_id=3, draft_vocab_size=None, steps=4, anchors_per_sample=4,
@@ -25,10 +32,8 @@ def test_a_recipe_is_what_the_parameters_say():
         3, 2.5, 77, 77)
     assert options.steps == declared["steps"] and options.draft_vocab_size == declared["draft_vocab_size"]
     assert train_options(declared, steps=5, kl_weight=0.0) == replace(train_options(declared), steps=5, kl_weight=0.0)
-    others = {"accumulate", "final_learning_rate", "weight_decay", "clip"}  # 06 has no such parameters
-    assert {f.name for f in fields(TrainOptions)} - others <= {
-        {"num_drafter_layers": "num_layers", "drafter_intermediate_size": "intermediate_size"}.get(name, name)
-        for name in declared} | {"checkpoint_interval"}
+    others = {"final_learning_rate", "weight_decay", "clip", "max_skipped"}  # 06 has no such parameters
+    assert {PARAMETERS.get(f.name, f.name) for f in fields(TrainOptions)} - others <= set(declared)
 
 
 def outcome(name, *seeds):
