@@ -18,8 +18,9 @@ PLACES = ("model", "model_config", "device", "runs_dir", "store_dir", "conversat
 # A row of a vocabulary of 512 for the mask, two processes for eight GPUs, dozens of short rows, narrow heads, few
 # steps; and the stated rates, so that the plan's hours are those of a machine like this.
 SIZES = {"threads": 1, "max_samples": 24, "max_length": 96, "mask_token_id": 3, "num_workers": 2, "token_budget": 384,
-         "samples_per_shard": 8, "sliding_window": 32, "drafter_head_dim": 16, "num_processes": 2, "steps": 100,
-         "warmup_steps": 4, "validation_samples": 4, "validation_interval": 50, "num_gpus": 2, "epochs": 40,
+         "samples_per_shard": 8, "sliding_window": 32, "num_drafter_heads": 8, "num_drafter_kv_heads": 2,
+         "drafter_head_dim": 16, "num_processes": 2, "batch_samples": 2, "steps": 80, "warmup_steps": 4,
+         "validation_samples": 4, "validation_interval": 40, "num_gpus": 2, "epochs": 8,
          "extract_tokens_s": 100.0, "train_tokens_s": 100.0, "load_s": 5.0, "disk_mb_s": 100.0,
          "max_disk_tb": 0.001}
 STAGES = [path.stem for path in notebook_paths()][:6]
