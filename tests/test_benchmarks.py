@@ -1,4 +1,4 @@
-"""The benchmark of extraction runs: on a tiny target and few rows, every part, and a GPU's in miniature on the CPU.
+"""The benchmarks run: on a tiny target and few rows, every part, and a GPU's in miniature on the CPU.
 
 What it measures is not judged here: times on a busy machine say nothing.
 """
@@ -9,19 +9,22 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from dflash_lib.workbench.runs import REPOSITORY
 from tests import speculators_package
 from tests.miniature import make_miniature
 
-SCRIPT = REPOSITORY / "benchmarks" / "extraction.py"
+
+def run_script(name: str, *arguments, **environment) -> str:
+    done = subprocess.run([sys.executable, REPOSITORY / "benchmarks" / name, *map(str, arguments)], text=True,
+                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def run(*arguments, **environment) -> str:
-    done = subprocess.run([sys.executable, SCRIPT, "--repeats", "1", *map(str, arguments)], text=True,
-                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return run_script("extraction.py", "--repeats", "1", *arguments, **environment)
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -64,3 +67,67 @@ def test_reading_is_compared_with_the_real_speculators(tmp_path):
         assert float(re.fullmatch(r"\*\*([\d.]+)\*\* .*", rows[name][cell])[1]) > 0
     assert re.fullmatch(r"[\d,]+; \*\*([\d.]+)\*\* .*", rows["fp8+zstd, last state supervised"][4])
     assert re.fullmatch(r"\*\*[\d.]+%\*\*", rows["batches of bf16, last state all"][5])
+
+
+TINY_TRAINING = ("--tiny", "--layers", 2, "--rounds", 2)
+RATIO = r"\*\*([\d.]+)\*\*.*"
+
+
+def test_a_training_step_is_measured_in_miniature():
+    text = run_script("training.py", *TINY_TRAINING, "--losses", "kl", "--no-speculators")
+    time, memory = [line.split(" | ") for line in text.splitlines() if line.startswith("| 2 | KL")]
+    anchors, slots, milliseconds = time[2:5]
+    assert anchors == "8" and 8 * 4 < int(slots) <= 8 * 7 and float(milliseconds) > 0
+    state, ours = (int(cell) for cell in memory[2:4])
+    assert ours >= state > 0, "gradients and the optimizer's state are among what the steps add"
+
+
+@pytest.mark.slow
+def test_a_training_step_is_compared_with_the_real_speculators():
+    """The script itself stops where the two do not train the same slots or come to another loss."""
+    speculators_package.install()
+    text = run_script("training.py", *TINY_TRAINING)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()
+            if line.startswith("| 2 |")]
+    assert [row[1] for row in rows] == ["cross-entropy", "KL"] * 2
+    assert all(float(re.fullmatch(RATIO, row[10])[1]) > 0 for row in rows[:2])
+    assert all(float(re.fullmatch(RATIO, row[5])[1]) > 0 for row in rows[2:])
+
+
+def test_sides_that_train_other_slots_are_refused():
+    from benchmarks import training
+
+    class Side:
+        device = torch.device("cpu")
+
+        def __init__(self, loss: float, slots: int):
+            self.found = torch.tensor(loss), torch.ones(()), torch.tensor(slots)
+
+        def loss(self):
+            return self.found
+
+    assert training.check_same_work({"ours": Side(80.0, 40), "theirs": Side(2.0, 40)}, "kl") == 40
+    assert training.check_same_work({"ours": Side(80.0, 40), "theirs": Side(3.0, 40)}, "ce") == 40, "other labels"
+    for sides, kind in (((80.0, 40), (2.0, 41)), "ce"), (((80.0, 40), (2.01, 40)), "kl"):
+        with pytest.raises(SystemExit, match="do not do the same"):
+            training.check_same_work({"ours": Side(*sides[0]), "theirs": Side(*sides[1])}, kind)
+
+
+@pytest.mark.slow
+def test_acceptance_is_compared_with_speculators_trainer(tmp_path):
+    """A few steps on few conversations; a second call trains nothing again, and other settings are refused."""
+    speculators_package.install()
+    arguments = ["--work-dir", tmp_path, "--conversations", 40, "--steps", 6, "--seeds", 0, "--prompts", 1,
+                 "--max-new-tokens", 8]
+    first = rows_of(run_script("acceptance.py", *arguments))
+    ours, theirs = first["ours"], first["speculators, its defaults"]
+    assert 1 <= float(ours[0]) <= 8 and 1 <= float(theirs[0]) <= 8
+    tokens, steps = ([int(row[place].replace(",", "")) for row in (ours, theirs)] for place in (4, 5))
+    assert tokens[1] >= tokens[0] > 0 and steps[1] >= steps[0] == 6, "theirs is shown no less"
+    checkpoint = tmp_path / "speculators-its-defaults" / "seed-0" / "last" / "model.safetensors"
+    written = checkpoint.stat().st_mtime_ns
+    assert rows_of(run_script("acceptance.py", *arguments))["speculators, its defaults"] == theirs
+    assert checkpoint.stat().st_mtime_ns == written
+    done = subprocess.run([sys.executable, REPOSITORY / "benchmarks" / "acceptance.py", *map(str, [
+        *arguments[:4], "--steps", 7, *arguments[6:]])], capture_output=True, text=True)
+    assert done.returncode and "other settings" in done.stderr

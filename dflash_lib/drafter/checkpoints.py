@@ -1,13 +1,15 @@
 """Training checkpoints: whole folders, the newest used, old ones pruned.
 
-A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, AdamW moments) and `state.json`
-(step, best validation, seconds, recent gradient norms, skipped steps, hash of the store's plan, sha256 of the other
-file). It is whole whatever number of processes wrote it, and any number goes on from it. It is written as a hidden
-folder beside its place and renamed when everything in it is on disk, so a kill leaves the older checkpoint untouched.
+A checkpoint `step-00000400/` holds `state.safetensors` (weights, averaged weights, the optimizers' moments) and
+`state.json` (step, best validation, seconds, recent gradient norms, skipped steps, hash of the store's plan, sha256 of
+the other file). It is whole whatever number of processes wrote it, and any number goes on from it. It is written as a
+hidden folder beside its place and renamed when everything in it is on disk, so a kill leaves the older checkpoint
+untouched.
 """
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +26,36 @@ NUM_KEPT = 2
 
 
 def state_tensors(network: nn.Module, averaged: dict[str, Tensor],
-                  optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+                  optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Every tensor that training carries from step to step, under names that say what it is. What is divided among
     processes comes as it is."""
     tensors = {f"weight.{name}": p.detach() for name, p in network.named_parameters()}
     tensors |= {f"averaged.{name}": tensor for name, tensor in averaged.items()}
     for name, p in network.named_parameters():
-        for key, value in optimizer.state[p].items():
-            tensors[f"adamw.{key}.{name}"] = value
+        for optimizer in optimizers:
+            if p in optimizer.state:
+                kind = type(optimizer).__name__.lower()
+                tensors |= {f"{kind}.{key}.{name}": value for key, value in optimizer.state[p].items()}
     return tensors
 
 
 @torch.no_grad()
 def restore_tensors(path: Path, network: nn.Module, averaged: dict[str, Tensor],
-                    optimizer: torch.optim.Optimizer) -> None:
+                    optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """The reverse of `state_tensors`, from the checkpoint `path`: each process takes its piece of what is divided among
     processes. Raises SafetensorError for a tensor that is missing."""
     with safe_open(path / "state.safetensors", "pt") as file:
         for name, p in network.named_parameters():
             p.copy_(divided_like(file.get_tensor(f"weight.{name}"), p))
-            if f"adamw.step.{name}" in file.keys():  # noqa: SIM118 (it is no dict); not yet before the first step
-                optimizer.state[p] = {"step": file.get_tensor(f"adamw.step.{name}").to(p.device)} | {
-                    key: divided_like(file.get_tensor(f"adamw.{key}.{name}"), p) for key in ("exp_avg", "exp_avg_sq")}
         for name, tensor in averaged.items():
             tensor.copy_(divided_like(file.get_tensor(f"averaged.{name}"), tensor))
+        weights = dict(network.named_parameters())
+        by_kind = {type(optimizer).__name__.lower(): optimizer for optimizer in optimizers}
+        for stored in file.keys():  # noqa: SIM118 (it is no dict)
+            kind, key, name = stored.split(".", 2)
+            if kind in by_kind:  # none yet before the first step
+                p, value = weights[name], file.get_tensor(stored)
+                by_kind[kind].state[p][key] = divided_like(value, p) if value.shape == p.shape else value.to(p.device)
 
 
 def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Path:

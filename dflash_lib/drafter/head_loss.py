@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_lib.drafter.losses import TopTargets, row_losses
 
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}  # of logits at once: near the cache, or enough rows to fill a GPU
+CHUNK_BYTES = {"cpu": 24 << 20, "cuda": 512 << 20}  # of logits at once: near the cache, or enough rows to fill a GPU
 
 Targets = Callable[[slice], Tensor | TopTargets | None]  # of slots: the target's logits [n, V], or its top k
 

@@ -29,7 +29,10 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     """The process group that torchrun's environment describes, none for one process. Yields this process's device:
     the GPU of its local rank, where `device` is CUDA without a number."""
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if number >= num_gpus:
+            raise ValueError(f"process {number} of num_processes has no GPU of its own: PyTorch sees {num_gpus} here")
+        device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield device
@@ -48,8 +51,6 @@ def wrap(network: nn.Module, device: torch.device, shard: bool, precision: str) 
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        if not dist.is_initialized():
-            raise ValueError("shard: weights can be divided among processes only; set num_processes to 2 or more")
         mesh = init_device_mesh(device.type, (num_ranks(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
                                       cast_forward_inputs=False) if precision == "bfloat16" else MixedPrecisionPolicy()

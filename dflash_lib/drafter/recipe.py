@@ -1,13 +1,16 @@
 """The recipe of a training, what it is computed on, and what follows from both: the drafter's shape, learning rates."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from dflash_lib.drafter.network import FULL, SLIDING, DrafterConfig
 from dflash_lib.target.loading import Target
 
 PRECISIONS = ("float32", "bfloat16", "float64")
 SLOT_WEIGHTINGS = ("decay", "dpace")
+OPTIMIZERS = ("adamw", "muon")
+LATER = {"optimizer": "adamw"}  # fields that releases added, with what was done before
 
 
 class TrainingError(ValueError):
@@ -23,14 +26,17 @@ class TrainOptions:
     target's; draft_vocab_size None = the full head; warm_start: from the target's layers; init_from: folder of a
     drafter to start from instead, "" = none; sample_from_anchor: the anchor's slot drafts, too.
 
-    batch_samples: conversations a step, over all processes; slots_per_anchor: slots of each block that are trained, the
-    first and drawn later ones (`blocks.draw_slots`), block_size or more = all; gamma: decay of the slot weights in
-    slots (the published 4 for block 8 suits long training; where only the first slots are ever accepted, a smaller one
-    learns faster); slot_weighting: "decay" (gamma's) or "dpace" (`blocks.dpace_weights` with dpace_alpha; all slots);
-    kl_weight: share of the KL to the target's distribution in the loss, the rest is cross-entropy; average: decay of
-    the weight average that is validated and saved, 0 = none; final_learning_rate: share of learning_rate where the
-    cosine ends; precision: of the drafter's arithmetic; weights, optimizer and loss are float32 with "bfloat16" as well
-    ("float64", of everything, is for comparing implementations).
+    optimizer: "adamw", or "muon" for the weight matrices (momentum orthogonalised by a Newton-Schulz iteration in
+    bfloat16, its size matched to AdamW's, so that the same learning_rate serves; vectors keep AdamW): it learns more of
+    as many tokens, and its step costs some 15 products of each matrix with itself, which is little beside many anchors
+    on a GPU and much on a CPU. batch_samples: conversations a step, over all processes; slots_per_anchor: slots of each
+    block that are trained, the first and drawn later ones (`blocks.draw_slots`), block_size or more = all; gamma: decay
+    of the slot weights in slots (the published 4 for block 8 suits long training; where only the first slots are ever
+    accepted, a smaller one learns faster); slot_weighting: "decay" (gamma's) or "dpace" (`blocks.dpace_weights` with
+    dpace_alpha; all slots); kl_weight: share of the KL to the target's distribution in the loss, the rest is
+    cross-entropy; average: decay of the weight average that is validated and saved, 0 = none; final_learning_rate:
+    share of learning_rate where the cosine ends; precision: of the drafter's arithmetic; weights, optimizer and loss
+    are float32 with "bfloat16" as well ("float64", of everything, is for comparing implementations).
 
     spike_factor: a step whose gradient norm is more than this many times the median of the last 100 changes nothing and
     is counted; max_skipped such steps in a row end the training.
@@ -53,6 +59,7 @@ class TrainOptions:
     batch_samples: int = 2
     anchors_per_sample: int = 32
     slots_per_anchor: int = 2
+    optimizer: str = "adamw"
     learning_rate: float = 5e-3
     final_learning_rate: float = 0.02
     warmup_steps: int = 20
@@ -82,6 +89,8 @@ class TrainOptions:
         if self.slot_weighting not in SLOT_WEIGHTINGS or self.precision not in PRECISIONS:
             raise ValueError(f"slot_weighting is one of {SLOT_WEIGHTINGS} and precision one of {PRECISIONS}, got "
                              f"{self.slot_weighting!r} and {self.precision!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is one of {OPTIMIZERS}, got {self.optimizer!r}")
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha must be 0 to 1, got {self.dpace_alpha}")
         if self.slot_weighting == "dpace" and self.slots_per_anchor < self.block_size - (not self.sample_from_anchor):
@@ -92,6 +101,9 @@ class TrainOptions:
         if not 0 <= self.num_sliding_layers <= self.num_layers:
             raise ValueError(f"num_sliding_layers must be 0 to num_layers ({self.num_layers}), got "
                              f"{self.num_sliding_layers}")
+        if self.num_sliding_layers and (self.sliding_window or 0) < 1:
+            raise ValueError(f"num_sliding_layers {self.num_sliding_layers} needs a sliding_window (tokens), got "
+                             f"{self.sliding_window}")
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -113,6 +125,14 @@ class Compute:
         if self.num_processes < 1 or self.accumulate < 1:
             raise ValueError(f"num_processes and accumulate: at least 1 is needed, got {self.num_processes} and "
                              f"{self.accumulate}")
+        if self.shard and self.num_processes < 2:
+            raise ValueError("shard: weights can be divided among processes only; set num_processes to 2 or more")
+
+
+def identity(options: TrainOptions) -> dict[str, Any]:
+    """The options that a training is known by, as plain values. Fields that came later than trainings which lie in
+    folders are left out at their default, which is what those did: a new release goes on with them."""
+    return {name: value for name, value in asdict(options).items() if name not in LATER or value != LATER[name]}
 
 
 def rope_theta(config) -> float:

@@ -54,6 +54,8 @@ class Trainer:
         store.require(target=target.identity)
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.compute = compute or Compute()
+        if self.compute.shard and options.optimizer == "muon":
+            raise TrainingError("optimizer: muon needs whole matrices; set shard: false, or optimizer: adamw")
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         check_mask_token(store, options.mask_token_id)
         if options.kl_weight > 0 and store.plan.last_state == "none":
@@ -86,11 +88,7 @@ class Trainer:
         self.module = parallel.wrap(self.network, self.device, self.compute.shard, options.precision)
         self.averaged = {name: p.detach().clone() for name, p in self.network.named_parameters()} if (
             options.average) else {}
-        matrices = [p for p in self.network.parameters() if p.ndim == 2]
-        vectors = [p for p in self.network.parameters() if p.ndim != 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.optimizers = make_optimizers(self.network, options)
         self.data = TrainingData(
             store, self.split.train, batch_samples=options.batch_samples,
             anchors_per_sample=options.anchors_per_sample, slots_per_anchor=options.slots_per_anchor,
@@ -152,7 +150,7 @@ class Trainer:
         began = time.monotonic()
         batches = self._passes(self.step) if batches is None else batches
         rate = learning_rate(self.step, self.options)
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         sums, broken = self._backward(batches)
         loss_sum, weight_sum = sums[:2].tolist()
@@ -169,9 +167,10 @@ class Trainer:
         if not skip:
             torch.nn.utils.clip_grads_with_norm_(self.network.parameters(), self.options.clip,
                                                  torch.tensor(norm, device=self.device))
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             self.norms.append(norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self.step += 1
         if not skip:
             self._update_average()
@@ -209,7 +208,7 @@ class Trainer:
 
     def _give_up(self, what: str, broken: list[int]) -> None:
         """Saves the state before the step and raises."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self.save()
         samples = [index for _, index in self.data.chosen(self.step)]
         named = sorted({index for found in parallel.gathered(broken) for index in found})
@@ -217,6 +216,10 @@ class Trainer:
             f"step {self.step + 1}: {what}, on samples {samples}" + (f"; not finite with {named}" if named else "") +
             f". The state before this step is saved in {self.folder / 'checkpoints'}. Verify the store (`python -m "
             "dflash_lib verify`), look at these samples, or lower learning_rate.")
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def _update_average(self) -> None:
@@ -258,7 +261,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint."""
-        tensors = parallel.wholes(state_tensors(self.network, self.averaged, self.optimizer))
+        tensors = parallel.wholes(state_tensors(self.network, self.averaged, self.optimizers))
         if parallel.rank() == 0:
             save_checkpoint(self.folder / "checkpoints", self.step, tensors, {
                 "best": self.best, "seconds": self.seconds, "waited": self.waited, "norms": list(self.norms),
@@ -275,12 +278,24 @@ class Trainer:
             if meta["store"] != self.store.plan.hash:
                 raise TrainingError(f"{self.folder}: its checkpoint was trained from another store (plan "
                                     f"{meta['store'][:12]}, not {self.store.plan.hash[:12]}); choose another folder")
-            restore_tensors(path, self.network, self.averaged, self.optimizer)
+            restore_tensors(path, self.network, self.averaged, self.optimizers)
             self.step, self.best, self.seconds = meta["step"], meta["best"], meta["seconds"]
             self.waited, self.skipped = meta.get("waited", 0.0), meta.get("skipped", [])  # releases before had none
             self.norms.extend(meta.get("norms", []))
         if parallel.rank() == 0:
             cut_log(self.folder / "log.jsonl", self.step if newest is not None else -1)
+
+
+def make_optimizers(network: DFlashDrafter, options: TrainOptions) -> list[torch.optim.Optimizer]:
+    """AdamW for all weights, or Muon for the matrices and AdamW for the vectors, which are never decayed."""
+    matrices = [p for p in network.parameters() if p.ndim == 2]
+    vectors = {"params": [p for p in network.parameters() if p.ndim != 2], "weight_decay": 0.0}
+    rate, decay = options.learning_rate, options.weight_decay
+    if options.optimizer == "muon":
+        return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW([vectors], lr=rate, betas=(0.9, 0.95), fused=True)]
+    return [torch.optim.AdamW([{"params": matrices, "weight_decay": decay}, vectors], lr=rate, betas=(0.9, 0.95),
+                              fused=True)]
 
 
 def check_mask_token(store: HiddenStateStore, mask_token_id: int) -> None:

@@ -45,7 +45,7 @@ from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
 from dflash_lib.workbench.training_memory import training_memory
 from dflash_lib.workbench.variants import train_options
 
-DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
+DRAFTER_PARTS = ("drafter", "gradients", "optimizer's moments", "weight average")
 ENDS = "target's ends"
 DECODINGS = 2  # how often 07_evaluate decodes each prompt, about: plain and speculative
 

@@ -31,7 +31,8 @@ BOUNDS = {
         "num_trial_samples", "num_statistics_samples", "num_recomputed_samples", "num_audit_samples",
         "num_drafter_layers", "drafter_intermediate_size", "draft_vocab_size", "steps", "batch_samples",
         "anchors_per_sample", "slots_per_anchor", "validation_samples", "validation_interval", "num_gpus", "epochs",
-        "eval_prompts")},
+        "eval_prompts", "num_processes", "accumulate", "sliding_window", "num_drafter_heads", "num_drafter_kv_heads",
+        "drafter_head_dim")},
     **{name: (">=", 2) for name in ("max_length", "block_size", "eval_max_new_tokens")},
     **{name: (">=", 0) for name in ("warmup_steps", "seed", "mask_token_id", "kl_weight", "average", "load_s")},
     **{name: (">", 0) for name in ("learning_rate", "gamma", "extract_tokens_s", "train_tokens_s", "decode_tokens_s",
@@ -225,7 +226,19 @@ def _check_together(params: dict[str, Any], where: str) -> None:
     if last_state == "none" and params.get("kl_weight", 0) > 0:
         raise ParameterError(f"{where}: kl_weight {params['kl_weight']} needs the target's last state, and last_state "
                              "is none; set last_state: supervised, or kl_weight: 0")
+    if "steps" in params:
+        from dflash_lib.drafter.recipe import Compute
+        from dflash_lib.workbench.variants import train_options
+
+        try:
+            train_options(params)
+            Compute(**{name: params[name] for name in ("num_processes", "accumulate", "shard") if name in params})
+        except ValueError as error:
+            raise ParameterError(f"{where}: {error}") from error
     device = params.get("device")
+    if params.get("num_processes", 1) > 1 and str(device).startswith("cuda:"):
+        raise ParameterError(f"{where}: num_processes {params['num_processes']} on device {device}; with device: cuda "
+                             "each process has a GPU of its own")
     if params.get("gpus") is not None and device is not None and device != "cuda":
         raise ParameterError(f"{where}: gpus {params['gpus']} with device {device}; gpus goes with device: cuda")
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from dflash_lib.decoding.acceptance import Interval
-from dflash_lib.drafter.recipe import TrainOptions
+from dflash_lib.drafter.recipe import OPTIMIZERS, TrainOptions
 from dflash_lib.workbench.variants import Outcome, student_quantile
 
 BASE = "base"
 CONFIDENCE = 0.95  # that all intervals of a study hold together
-FACTORS = {"learning_rate": "learning rate", "warm_start": "warm start", "loss": "loss", "gamma": "gamma (slots)",
-           "anchors_per_sample": "anchors a document", "slots_per_anchor": "slots a block",
+FACTORS = {"optimizer": "optimizer", "learning_rate": "learning rate", "warm_start": "warm start", "loss": "loss",
+           "gamma": "gamma (slots)", "anchors_per_sample": "anchors a document", "slots_per_anchor": "slots a block",
            "num_layers": "drafter layers", "average": "weight average", "sample_from_anchor": "anchor's slot drafts"}
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0}  # by block_size; 4 for 8
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
@@ -85,6 +85,7 @@ def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
     every = max(drafts, base.slots_per_anchor)  # numbers from `drafts` on all mean every slot
     gamma = PUBLISHED_GAMMA.get(base.block_size, 4.0)
     return [
+        *(("optimizer", name, {"optimizer": name}) for name in OPTIMIZERS),
         *(("learning_rate", f"{times * rate:.3g}", {"learning_rate": times * rate}) for times in (0.4, 2.5)),
         *(("warm_start", _on_off(warm), {"warm_start": warm}) for warm in (True, False)),
         *(("loss", _loss_name(replace(base, kl_weight=weight)), {"kl_weight": weight}) for weight in (0.0, 0.7, 1.0)),
@@ -128,7 +129,8 @@ def _average_name(decay: float) -> str:
 def base_values(base: TrainOptions) -> dict[str, str]:
     """The base's own value of each factor, as text."""
     drafts, slots = _num_drafts(base), base.slots_per_anchor
-    return {"learning_rate": f"{base.learning_rate:.3g}", "warm_start": _on_off(base.warm_start),
+    return {"optimizer": base.optimizer, "learning_rate": f"{base.learning_rate:.3g}",
+            "warm_start": _on_off(base.warm_start),
             "loss": _loss_name(base), "gamma": f"{base.gamma:g}", "anchors_per_sample": str(base.anchors_per_sample),
             "slots_per_anchor": str(slots) if slots < drafts else f"all {drafts}", "num_layers": str(base.num_layers),
             "average": _average_name(base.average),

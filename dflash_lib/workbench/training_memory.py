@@ -106,7 +106,7 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
 
     static: the target's ends in `dtype` (embedding, final norm, head, and for a warm start the layers that it copies),
     the head's rows once more where the drafter has them in another type or fewer of them, the drafter, its gradients,
-    AdamW's two moments and the weight average. working: the batch, activations and loss, or validation's if that is
+    the optimizer's moments and the weight average. working: the batch, activations and loss, or validation's if that is
     more, or, where a drafter is divided among processes (`shard`), gathering all of it for a checkpoint; device: "cpu"
     or "cuda", which decides how many slots' logits exist at once. Raises ValueError for options that do not fit the
     target, and TargetError as `capture_memory` does.
@@ -127,7 +127,7 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
     drafter = whole // compute.num_processes if compute.shard else whole
     parts = {"target's ends": bytes_of(*end_modules(target, copied), recurse=False),
              "head rows of its own": 0 if shared else head.nbytes, "drafter": drafter, "gradients": drafter,
-             "AdamW's moments": 2 * drafter, "weight average": drafter if options.average else 0}
+             "optimizer's moments": _moments(network, options.optimizer) * drafter // whole, "weight average": drafter if options.average else 0}
     docs = math.ceil(options.batch_samples / (compute.num_processes * compute.accumulate))
     with MemoryTracker() as tracker:
         for tensor in (*network.parameters(), *target.model.parameters(), *target.model.buffers(), head):
@@ -154,7 +154,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
     if compute.shard:
         working["working: a step"] += 0 if half else _gathered(network)
         working["working: validation"] += whole  # what the network is filled with
-        working["working: a checkpoint"] = (4 if options.average else 3) * whole
+        working["working: a checkpoint"] = _moments(network, options.optimizer) + (
+            2 if options.average else 1) * whole
     return PeakMemory(static=sum(parts.values()), working=max(working.values()), parts={**parts, **working})
 
 
@@ -170,6 +171,12 @@ def _drafter(target: Target, ids: list[int], options: TrainOptions, num_rows: in
         head = torch.empty(num_rows, config.hidden_size,
                            dtype=torch.bfloat16 if options.precision == "bfloat16" else wide)
         return DFlashDrafter(config).to(wide), head
+
+
+def _moments(network: DFlashDrafter, optimizer: str) -> int:
+    """Bytes of what the optimizer keeps: two moments a weight, of Muon's matrices one."""
+    matrices = sum(p.nbytes for p in network.parameters() if p.ndim == 2)
+    return 2 * bytes_of(network) - (matrices if optimizer == "muon" else 0)
 
 
 def _gathered(network: DFlashDrafter) -> int:

@@ -151,6 +151,21 @@ def test_asked_to_stop_before_the_first_step(tiny_store, tiny_llama, tmp_path):
     assert [row["step"] for row in read_log(tmp_path)[1]] == [0, 6, 12], "none twice"
 
 
+def test_the_best_validation_is_kept_while_the_loss_still_falls(tiny_store, tiny_llama, tmp_path, monkeypatch):
+    """Acceptance peaks at step 12 and falls; a stop behind the peak does not forget it."""
+    options = replace(OPTIONS, steps=24, checkpoint_interval=6)
+    lengths = {0: 1, 6: 2, 12: 4, 18: 3, 24: 2}
+    monkeypatch.setattr(training, "walk_samples", lambda *_: [(0, lengths[trainer.step])])
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, options)
+    trainer.run(stopping=lambda: trainer.step == 18)
+    at_peak = tensors_of(tmp_path / "best" / "model.safetensors")
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, options)
+    assert trainer.run()["best"] == {"acceptance_length": 4.0, "step": 12}
+    assert [load_drafter(tmp_path / name).training["step"] for name in ("best", "last")] == [12, 24]
+    assert all(torch.equal(at_peak[name], p) for name, p in tensors_of(tmp_path / "best" / "model.safetensors").items())
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000018", "step-00000024"]
+
+
 def spiked(steps, factor=1e4):
     """batch_loss with a loss that is `factor` times as large in some calls."""
     calls = []
@@ -258,6 +273,7 @@ def test_a_training_begun_from_a_drafter_goes_on_without_its_folder(tiny_store, 
     {"sample_from_anchor": True}, {"slot_weighting": "dpace", "slots_per_anchor": 4},
     {"sample_from_anchor": True, "slot_weighting": "dpace", "slots_per_anchor": 4, "kl_weight": 0.0},
     {"num_layers": 2, "num_sliding_layers": 1, "sliding_window": 5}, {"precision": "bfloat16"},
+    {"optimizer": "muon"},
     {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "warm_start": False}])
 def test_every_kind_of_recipe_learns_and_resumes(tiny_store, tiny_llama, tmp_path, changes):
     options = replace(OPTIONS, steps=40, checkpoint_interval=20, **changes)

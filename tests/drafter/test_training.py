@@ -23,7 +23,7 @@ from dflash_lib.drafter.blocks import anchor_candidates
 from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
-from dflash_lib.drafter.recipe import TrainingError, learning_rate
+from dflash_lib.drafter.recipe import TrainingError, TrainOptions, identity, learning_rate
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.drafter.training_job import open_job
 from dflash_lib.files import read_json
@@ -284,7 +284,11 @@ def test_a_bfloat16_target_trains_a_float32_drafter(tiny_store, tiny_llama, tmp_
     assert first.validate()["acceptance_length"] >= 1
 
 
-@pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0}])
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0},
+                                 {"precision": "half"}, {"optimizer": "sgd"}, {"slot_weighting": "x"},
+                                 {"dpace_alpha": -1.0},
+                                 {"num_sliding_layers": 1}, {"num_sliding_layers": 5}, {"max_skipped": 0},
+                                 {"spike_factor": 1.0}, {"slots_per_anchor": 2, "slot_weighting": "dpace"}])
 def test_impossible_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         replace(OPTIONS, **bad)
@@ -356,3 +360,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(tiny_store, tiny_
     with pytest.raises(DrafterError, match="step-00000008: damaged checkpoint .*, and no whole one is left"):
         Trainer(tiny_store, tiny_llama, tmp_path, options)
     assert list_checkpoints(tmp_path / "checkpoints") == [old, new]  # nothing is thrown away
+
+
+def test_a_field_that_came_later_does_not_orphan_a_training():
+    assert "optimizer" not in identity(OPTIONS) and TrainOptions(**identity(OPTIONS)) == OPTIONS
+    other = replace(OPTIONS, optimizer="muon")
+    assert identity(other)["optimizer"] == "muon" and TrainOptions(**identity(other)) == other

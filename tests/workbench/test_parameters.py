@@ -154,6 +154,13 @@ def test_a_file_that_aliases_blow_up_is_refused(tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     ({"last_state": "none"}, "kl_weight 0.7 needs the target's last state, and last_state is none"),
+    ({"slot_weighting": "dpace"}, "slot_weighting: dpace weighs a slot by all .*set slots_per_anchor to 8"),
+    ({"slot_weighting": "dpcae"}, "slot_weighting is one of"), ({"precision": "fp16"}, ".* precision one of"),
+    ({"num_sliding_layers": 2}, "num_sliding_layers must be 0 to num_layers"),
+    ({"num_sliding_layers": 1}, "num_sliding_layers 1 needs a sliding_window"),
+    ({"spike_factor": 0.5}, "spike_factor must be more than 1"), ({"dpace_alpha": 2.0}, "dpace_alpha must be 0 to 1"),
+    ({"shard": True}, "shard: weights can be divided among processes only"),
+    ({"num_processes": 2, "device": "cuda:0"}, "num_processes 2 on device cuda:0; with device: cuda each process"),
     ({"last_state": "topk"}, "topk: 0 with last_state 'topk'"), ({"topk": 8}, "topk: 8 with last_state 'supervised'"),
     ({"encoding": "fp16"}, "encoding: 'fp16' is not known"), ({"last_state": "some"}, "last_state: 'some' is not"),
     ({"gpus": [0], "device": "cpu"}, r"gpus \[0\] with device cpu"),

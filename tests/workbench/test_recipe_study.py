@@ -50,6 +50,7 @@ def test_a_level_changes_one_thing():
     by_factor = {factor: [changes(level) for level in found if level.factor == factor] for factor in FACTORS}
     assert by_factor["learning_rate"] == [{"learning_rate": pytest.approx(0.002)},
                                           {"learning_rate": pytest.approx(0.0125)}]
+    assert by_factor["optimizer"] == [{"optimizer": "muon"}]
     assert by_factor["warm_start"] == [{"warm_start": False}] and by_factor["average"] == [{"average": 0.0}]
     assert by_factor["loss"] == [{"kl_weight": 0.0}, {"kl_weight": 1.0},
                                  {"slot_weighting": "dpace", "slots_per_anchor": 7}]
@@ -76,7 +77,7 @@ def test_levels_of_another_base():
     assert [(level.name, level.options.num_sliding_layers) for level in mixed] == [("1", 0), ("2", 1), ("3", 2)]
     assert (back.options.block_size, back.options.sample_from_anchor) == (8, False)
     assert {level.factor for level in levels(base, ["gamma", "average"])} == {"gamma", "average"}
-    with pytest.raises(ValueError, match=r"factors \['depth'\]: not among learning_rate, "):
+    with pytest.raises(ValueError, match=r"factors \['depth'\]: not among optimizer, learning_rate, "):
         levels(base, ["depth"])
 
 
