@@ -127,7 +127,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
     drafter = whole // compute.num_processes if compute.shard else whole
     parts = {"target's ends": bytes_of(*end_modules(target, copied), recurse=False),
              "head rows of its own": 0 if shared else head.nbytes, "drafter": drafter, "gradients": drafter,
-             "optimizer's moments": _moments(network, options.optimizer) * drafter // whole, "weight average": drafter if options.average else 0}
+             "optimizer's moments": _moments(network, options.optimizer) * drafter // whole,
+             "weight average": drafter if options.average else 0}
     docs = math.ceil(options.batch_samples / (compute.num_processes * compute.accumulate))
     with MemoryTracker() as tracker:
         for tensor in (*network.parameters(), *target.model.parameters(), *target.model.buffers(), head):
