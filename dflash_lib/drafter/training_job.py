@@ -24,6 +24,7 @@ from dflash_lib.drafter.folder import DrafterError, load_drafter
 from dflash_lib.drafter.init_from import weights_hash
 from dflash_lib.drafter.recipe import Compute, TrainOptions, identity
 from dflash_lib.drafter.training import Trainer
+from dflash_lib.drafter.warm_start import source_layers
 from dflash_lib.files import hash_value, read_json, write_json
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -31,7 +32,7 @@ from dflash_lib.job_status import JobStatus
 from dflash_lib.launch import report_progress, run_torchrun, run_worker
 from dflash_lib.locks import folder_lock, lock_beside
 from dflash_lib.progress import Progress
-from dflash_lib.target.loading import load_target
+from dflash_lib.target.ends import load_ends, meta_target
 
 
 def open_job(folder: Path, job: dict[str, Any]) -> str:
@@ -135,8 +136,10 @@ def main() -> None:
     job = read_json(Path(folder) / "job.json")
     torch.set_num_threads(int(threads))
     with sigterm_noted() as stopping, parallel.process_group(torch.device(device)) as own_device:
-        target = load_target(model, job["dtype"], str(own_device), audit="quick")
         options = replace(TrainOptions(**job["options"]), init_from=begin)  # job.json knows it by its weights
+        copied = (source_layers(meta_target(model, job["dtype"]), options.num_layers)
+                  if options.warm_start and not options.init_from else ())
+        target = load_ends(model, job["dtype"], str(own_device), copied)
         trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), options, Compute(**json.loads(compute)))
         summary = trainer.run(report_step, stopping)
         if parallel.rank() == 0 and summary is None:

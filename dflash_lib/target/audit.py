@@ -3,7 +3,8 @@
 What went wrong for users (with any tool): FP8 scales dropped, so that weights were 200 times too large; weights newly
 initialised because names differed; all-zero states. Two depths: `quick` compares names, types and a sample of every
 tensor with the files (a second or two, for worker processes); `full` also looks at every value, at tied weights, and
-at the perplexity of a short text.
+at the perplexity of a short text. A target of which only the ends were loaded (ends.py) has everything but the
+perplexity looked at, of what is there: parameters on PyTorch's meta device are passed over.
 """
 
 import math
@@ -53,13 +54,13 @@ _PROBLEMS = {
 class LoadReport:
     """What was loaded, and what the audit found.
 
-    depth: "full" or "quick". num_tensors: of the text tower, in `num_files` files; skipped: tensors of other towers
-    that were not read, counted by tower; stored_dtypes: the text tower's tensors by the type in the files; narrowed:
-    how many were rounded to `dtype`; quantisation: "" or how the files were and what became of it. weight_bytes: in
-    memory; memory_free: on the device before loading. num_compared: parameters (of `num_parameters_named`) of which a
-    sample was compared with the files. fast_linear_attention: whether the kernels are installed (None = the target has
-    no linear-attention layers). perplexity: of TEXT, per token (None = not computed). problems: names by kind; a
-    target that was returned has none.
+    depth: "full", "quick" or, of `load_ends`, "ends". num_tensors: of the text tower, in `num_files` files; skipped:
+    tensors of other towers that were not read, counted by tower; stored_dtypes: the text tower's tensors by the type in
+    the files; narrowed: how many were rounded to `dtype`; quantisation: "" or how the files were and what became of it.
+    weight_bytes: in memory; memory_free: on the device before loading. num_compared: parameters (of
+    `num_parameters_named`) of which a sample was compared with the files. fast_linear_attention: whether the kernels
+    are installed (None = the target has no linear-attention layers). perplexity: of TEXT, per token (None = not
+    computed). problems: names by kind; a target that was returned has none.
     """
 
     path: str
@@ -86,7 +87,7 @@ class LoadReport:
     @property
     def checks(self) -> list[tuple[str, float, float, str]]:
         """(name, value, limit, operator) of each check that was made, for a notebook's table."""
-        made = [name for name in _PROBLEMS if self.depth == "full" or name not in _VALUE_PROBLEMS]
+        made = [name for name in _PROBLEMS if self.depth != "quick" or name not in _VALUE_PROBLEMS]
         rows: list[tuple[str, float, float, str]] = [
             (f"tensors: {name}", len(self.problems.get(name, [])), 0, "==") for name in made]
         if self.perplexity is not None and self.perplexity_limit is not None:
@@ -129,7 +130,8 @@ class LoadReport:
         if self.is_good:
             return
         lines = [f"{name} ({_PROBLEMS[name]}): {some(found)}" for name, found in self.problems.items() if found]
-        if lines and all(name in _VALUE_PROBLEMS for name, found in self.problems.items() if found):
+        if self.depth == "full" and lines and all(
+                name in _VALUE_PROBLEMS for name, found in self.problems.items() if found):
             lines.append('if the publisher\'s own files are so, audit="quick" does not judge values')
         if not lines:
             value = f"{self.perplexity:,.0f}" if self.perplexity < 1e9 else f"{self.perplexity:.2g}"
@@ -149,11 +151,16 @@ def sort_unexpected(names: list[str]) -> dict[str, list[str]]:
 
 def wrong_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
     """Parameters in another type than `dtype`, those apart that Transformers keeps in float32 on purpose."""
+    return {name: p for name, p in model.named_parameters() if not p.is_meta and p.dtype != dtype
+            and not (p.dtype == torch.float32 and stays_float32(model, name, dtype))}
+
+
+def stays_float32(model: nn.Module, name: str, dtype: torch.dtype) -> bool:
+    """Whether Transformers keeps a parameter in float32 in a model of `dtype`."""
     kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if dtype == torch.float16:
         kept |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    return {name: p for name, p in model.named_parameters()
-            if p.dtype != dtype and not (p.dtype == torch.float32 and any(part in name for part in kept))}
+    return any(part in name for part in kept)
 
 
 def bad_values(model: nn.Module) -> dict[str, list[str]]:
@@ -170,6 +177,8 @@ def bad_values(model: nn.Module) -> dict[str, list[str]]:
     varied_kinds, constant_vectors, scales = set(), [], {}
     with_unused_rows = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         is_vector = parameter.dim() < 2 or "bias" in name.rpartition(".")[2]
         slices = parameter.detach().flatten(1) if parameter.dim() == 3 and ".experts." in name else \
             parameter.detach().reshape(1, -1)
@@ -246,6 +255,8 @@ def compare_with_files(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[s
     """
     compared, differing = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta:
+            continue
         for inside, stored in _sources(name, parameter, checkpoint):
             if stored.shape != inside.shape or stored.dtype.startswith("F8") and inside.dim() != 2:
                 continue  # reported by its shape, or stored in a form that is converted

@@ -192,11 +192,8 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
     dtype = parse_dtype(dtype)
     check_device(device)
     path = find_target(path_or_hub_id, revision, trust_remote_code)
-    config = text_tower(read_config(path, trust_remote_code), path)
-    checkpoint = Checkpoint.read(path)
+    config, checkpoint = open_checkpoint(path, trust_remote_code)
     scheme = getattr(config, "quantization_config", None)
-    checkpoint.check_stored_dtypes(quantised=scheme is not None)
-    checkpoint.check_scales((scheme or {}).get("weight_block_size"))
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if audit == "full":
         _refuse_other_size(path, config, checkpoint, tied, trust_remote_code)
@@ -207,18 +204,34 @@ def load_target(path_or_hub_id: Path | str, dtype: torch.dtype | str = torch.flo
         for parameter in wrong_dtypes(model, dtype).values():
             if parameter.dtype.itemsize > 1:  # 8 bits: a scale was not applied, which the audit must see
                 parameter.data = parameter.data.to(dtype)
-    ends = model.generation_config.eos_token_id
-    rows = model.get_input_embeddings().weight.shape[0]
-    if ends is not None and max(ends if isinstance(ends, list) else [ends]) >= rows:
-        raise TargetError(f"{path}/generation_config.json: eos_token_id {ends} is no row of the embedding, which has "
-                          f"{rows}: no turn would ever end")
+    check_end_of_turn(path, model)
     model.eval().requires_grad_(False).to(device)
-    report = _report(path, model, tokenizer, checkpoint, info, config, dtype, device, free, audit, max_perplexity)
+    report = load_report(path, model, tokenizer, checkpoint, info, config, dtype, device, free, audit, max_perplexity)
     report.refuse_if_bad()
     target = Target(path, model, tokenizer, report)
     if audit == "full":
         _ = target.identity  # hashed now, while the files are those that were loaded
     return target
+
+
+def open_checkpoint(path: Path, trust_remote_code: bool = False) -> tuple[PreTrainedConfig, Checkpoint]:
+    """The text tower's configuration and the files' headers, as far as they can be judged without a weight. Raises
+    TargetError as `load_target` does."""
+    config = text_tower(read_config(path, trust_remote_code), path)
+    checkpoint = Checkpoint.read(path)
+    scheme = getattr(config, "quantization_config", None)
+    checkpoint.check_stored_dtypes(quantised=scheme is not None)
+    checkpoint.check_scales((scheme or {}).get("weight_block_size"))
+    return config, checkpoint
+
+
+def check_end_of_turn(path: Path, model: nn.Module) -> None:
+    """Raises TargetError when the tokens that end a turn are no rows of the embedding."""
+    ends = model.generation_config.eos_token_id
+    rows = model.get_input_embeddings().weight.shape[0]
+    if ends is not None and max(ends if isinstance(ends, list) else [ends]) >= rows:
+        raise TargetError(f"{path}/generation_config.json: eos_token_id {ends} is no row of the embedding, which has "
+                          f"{rows}: no turn would ever end")
 
 
 def _refuse_other_size(path: Path, config: PreTrainedConfig, checkpoint: Checkpoint, tied: bool,
@@ -273,10 +286,10 @@ def _from_pretrained(path: Path, config: PreTrainedConfig, checkpoint: Checkpoin
                           f"{type(error).__name__}: {error}") from error
 
 
-def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint, info: dict,
-            config: PreTrainedConfig, dtype: torch.dtype, device: str, free: int, audit: str,
-            max_perplexity: float | str | None) -> LoadReport:
-    """The load report of a model that was just loaded, good or bad."""
+def load_report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint, info: dict,
+                config: PreTrainedConfig, dtype: torch.dtype, device: str, free: int, audit: str,
+                max_perplexity: float | str | None) -> LoadReport:
+    """The load report of a model that was just loaded, good or bad; what of it is on the meta device was not."""
     compared, differing = compare_with_files(model, checkpoint)
     problems = {
         "missing": sorted(map(str, info["missing_keys"])),
@@ -288,17 +301,17 @@ def _report(path: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, ch
                         for name, parameter in wrong_dtypes(model, dtype).items()],
     }
     measured = limit = None
-    if audit == "full":
+    if audit != "quick":
         problems |= bad_values(model)
         tie = checkpoint.differing_tie() if getattr(config, "tie_word_embeddings", False) else None
         problems["tied, yet different"] = [] if tie is None else [tie]
-        if not any(problems.values()):  # else what is wrong is known, and a broken model need not run
+        if audit == "full" and not any(problems.values()):  # else what is wrong is known; a broken model need not run
             with quiet_transformers():  # that fast kernels are missing is in the report
                 measured = perplexity(model, tokenizer)
             vocab_size = model.get_input_embeddings().weight.shape[0]
             limit = default_max_perplexity(vocab_size) if max_perplexity == "auto" else max_perplexity
     scheme = getattr(config, "quantization_config", None)
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
     return LoadReport(
         path=str(path), model_class=type(model).__name__, dtype=str(dtype).removeprefix("torch."), device=str(device),
         depth=audit, num_files=len(checkpoint.files), num_tensors=len(checkpoint.text),

@@ -18,10 +18,12 @@ import torch
 from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.decoding.eval_prompts import read_prompts
+from dflash_lib.drafter.recipe import Compute
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.target.capture import default_layer_ids
+from dflash_lib.target.ends import meta_target
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.hub import find_cached, is_hub_id
 from dflash_lib.target.loading import check_device, load_tokenizer, read_config
@@ -37,13 +39,14 @@ from dflash_lib.workbench.capacity import (
 from dflash_lib.workbench.doctor import RED, version_lines
 from dflash_lib.workbench.gpu_plan import Limits, Rates, Work, measured_rates, plan_gpus
 from dflash_lib.workbench.parameters import all_declarations, read_parameters_file, resolve_parameters
-from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on, meta_target, training_memory
+from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_kernels_on
 from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
+from dflash_lib.workbench.training_memory import training_memory
 from dflash_lib.workbench.variants import train_options
 
-DRAFTER_PARTS = ("drafter", "gradients", "AdamW's moments", "weight average")
-TRAINING_PROCESSES = 1  # what drafter/training_job.py takes
+DRAFTER_PARTS = ("drafter", "gradients", "optimizer's moments", "weight average")
+ENDS = "target's ends"
 DECODINGS = 2  # how often 07_evaluate decodes each prompt, about: plain and speculative
 
 
@@ -118,6 +121,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
     capture, training = job_memory(config_folder, layer_ids, params)
     store = REPOSITORY / Path(params["store_dir"]).expanduser() if params["store_dir"] else folder / "states"
     device, workers, load = params["device"], num_extracting(params), rates.load_s / 3600
+    training_processes = params["num_processes"]
     write, read = (rate * 1e6 / each for rate in (rates.disk_write_mb_s, rates.disk_read_mb_s))
     trained = params["steps"] * params["batch_samples"] * mean_length
     plan.facts += [
@@ -125,7 +129,8 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
         f"{params['dtype']}; tapped layers {list(layer_ids)}; last state: {params['last_state']}",
         f"        {_parts(size)}",
         f"drafter: {human_bytes(training.parts['drafter'])} in float32, with gradients and optimizer "
-        f"{human_bytes(sum(training.parts[name] for name in DRAFTER_PARTS))}",
+        f"{human_bytes(sum(training.parts[name] for name in DRAFTER_PARTS))} in each training process; beside it the "
+        f"target's ends, {human_bytes(training.parts[ENDS])}",
         f"data: {num_samples:,} samples of {mean_length:,.0f} tokens, {num_tokens:,} tokens; "
         f"{params['steps'] * params['batch_samples'] / num_samples:.3g} epochs of training",
         f"store: {store}, {each:,.0f} bytes a token in {params['encoding']}, {human_bytes(num_tokens * each)}",
@@ -145,9 +150,9 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
                   hours=2 * load + extracting + num_tokens / read / 3600),
         StagePlan(notebook="05_statistics", resources=one, memory=capture.total, hours=load + 0.05,
                   reads=weights + min(num_samples, params["num_statistics_samples"]) * mean_length * each),
-        StagePlan(notebook="06_train", resources=f"{TRAINING_PROCESSES} on {device}", memory=training.total,
-                  reads=weights + trained * each,
-                  hours=load + trained / min(TRAINING_PROCESSES * rates.train_tokens_s, read) / 3600),
+        StagePlan(notebook="06_train", resources=f"{training_processes} on {device}", memory=training.total,
+                  reads=weights * training_processes + trained * each,  # hashed, of which little is loaded
+                  hours=load + trained / min(training_processes * rates.train_tokens_s, read) / 3600),
         StagePlan(notebook="07_evaluate", resources=one, memory=capture.static, reads=weights,
                   hours=load + decoded / params["decode_tokens_s"] / 3600)]
     plan.stages = [stage for stage in plan.stages if stage.notebook in chosen]
@@ -192,14 +197,14 @@ def stated_rates(params: dict[str, Any], disk_mb_s: float) -> Rates:
 
 def job_memory(model: Path | str, layer_ids: Sequence[int],
                params: dict[str, Any]) -> tuple[PeakMemory, PeakMemory]:
-    """Peak memory of one extracting process (a full batch of the longest rows) and of training (documents of
-    max_length, the worst step)."""
+    """Peak memory of one extracting process (a full batch of the longest rows) and of one training process (documents
+    of max_length, the worst step)."""
     num_rows = max(1, params["token_budget"] // params["max_length"])
     capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"],
                              fast_kernels=fast_kernels_on(params["device"]))
-    options = train_options(params)
-    return capture, training_memory(model, layer_ids, options, params["max_length"], dtype=params["dtype"],
-                                    device=params["device"])
+    compute = Compute(**{name: params[name] for name in ("num_processes", "accumulate", "shard")})
+    return capture, training_memory(model, layer_ids, train_options(params), params["max_length"],
+                                    dtype=params["dtype"], device=params["device"], compute=compute)
 
 
 def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> DataSize:
@@ -261,7 +266,10 @@ def _too_few_devices(params: dict[str, Any]) -> list[str]:
     if num == 0:
         return [f"device: {params['device']}, but PyTorch sees no CUDA device (python -m dflash_lib doctor says why)"]
     absent = [number for number in params["gpus"] or [] if number >= num]
-    return [f"gpus: there is no device {absent[0]}; PyTorch sees {num}, from 0 to {num - 1}"] if absent else []
+    found = [f"gpus: there is no device {absent[0]}; PyTorch sees {num}, from 0 to {num - 1}"] if absent else []
+    if params["num_processes"] > num:
+        found.append(f"num_processes: {params['num_processes']} train, each on a GPU of its own; PyTorch sees {num}")
+    return found
 
 
 def num_extracting(params: dict[str, Any]) -> int:
@@ -284,10 +292,12 @@ def _too_little_memory(plan: JobPlan, params: dict[str, Any]) -> list[str]:
         return [str(error)]
     found = []
     for stage in plan.stages:
-        needed = stage.memory if on_gpu or stage.notebook != "04_extract" else stage.memory * num_extracting(params)
+        together = {"04_extract": num_extracting(params), "06_train": params["num_processes"]}
+        needed = stage.memory * (1 if on_gpu else together.get(stage.notebook, 1))
         if needed > free:
             found.append(f"{stage.notebook}: takes {human_bytes(needed)} of memory, {human_bytes(free)} are free on "
-                         f"{params['device']}; lower token_budget (04) or batch_samples and draft_vocab_size (06)")
+                         f"{params['device']}; lower token_budget (04) or anchors_per_sample and draft_vocab_size, or "
+                         "raise accumulate (06)")
     return found
 
 
@@ -311,7 +321,8 @@ def _gpu_facts(params: dict[str, Any], rates: Rates, num_tokens: int, each: floa
     each_a = "GPUs" if params["device"].startswith("cuda") else "processes"
     return [f"cheapest way to extract and then train {params['epochs']} epochs on {params['num_gpus']} {each_a} with "
             f"{disk / 1e12:.3g} TB of disk (parameters num_gpus, epochs; not this job's stages, which stand below): "
-            f"{plan.sentence()}{ours} The workbench extracts as C does, but trains in {TRAINING_PROCESSES} process."]
+            f"{plan.sentence()}{ours} The workbench does as C: extract with all, then train, in "
+            f"{params['num_processes']} {'process' if params['num_processes'] == 1 else 'processes'}."]
 
 
 def _disks(store: Path, folder: Path, needed: float) -> list[str]:

@@ -1,11 +1,11 @@
-"""Peak memory of capturing hidden states and of training, from config.json alone.
+"""Peak memory of capturing hidden states, and the means to tell that of training (training_memory.py), from config.json
+alone.
 
 The very code that runs later is run here on PyTorch's meta device, where a tensor has a shape and no memory, while a
-tracker adds up what its tensors would take: `capture_batch`'s forward through real decoder layers, and the trainer's
-loss, backward pass and validation through the real drafter. On a CPU that is what PyTorch's allocator is asked for,
-nearly to the byte. Attention is counted as its memory-efficient kernels take it, and Gated DeltaNet as its PyTorch
-fallback or, on request, as flash-linear-attention's kernels take it. Not counted: what PyTorch and CUDA need to be
-there at all (0.3 to 1 GB), and memory that an allocator keeps though nothing is in it.
+tracker adds up what its tensors would take: `capture_batch`'s forward through real decoder layers. On a CPU that is
+what PyTorch's allocator is asked for, nearly to the byte. Attention is counted as its memory-efficient kernels take it,
+and Gated DeltaNet as its PyTorch fallback or, on request, as flash-linear-attention's kernels take it. Not counted:
+what PyTorch and CUDA need to be there at all (0.3 to 1 GB), and memory that an allocator keeps though nothing is in it.
 """
 
 import importlib.util
@@ -24,15 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dflash_lib.drafter.attention import Packing
-from dflash_lib.drafter.dataset import Batch
-from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.objective import TargetEnds, batch_loss, propose_everywhere
-from dflash_lib.drafter.recipe import TrainOptions, drafter_config
 from dflash_lib.target.capture import HiddenStateTap, check_layer_ids
-from dflash_lib.target.configuration import configuration_faults, read_config, text_tower, without_weights
+from dflash_lib.target.configuration import configuration_faults
+from dflash_lib.target.ends import meta_target
 from dflash_lib.target.errors import TargetError
-from dflash_lib.target.loading import Target, parse_dtype
+from dflash_lib.target.loading import Target
 
 META = torch.device("meta")
 FLA_CHUNK = 64
@@ -100,14 +96,14 @@ def _mask_as_ids(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-class _EfficientAttention(TorchFunctionMode):
+class EfficientAttention(TorchFunctionMode):
     """Scaled dot product attention that allocates what the memory-efficient kernels do: the output, a log-sum-exp a
     query, and a boolean mask once more in the queries' type; never the scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = inspect.signature(_sdpa_arguments).bind(*args, **(kwargs or {})).arguments
+        given = inspect.signature(sdpa_arguments).bind(*args, **(kwargs or {})).arguments
         query, value, mask = given["query"], given["value"], given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty(mask.shape, dtype=query.dtype, device=META)
@@ -117,36 +113,7 @@ class _EfficientAttention(TorchFunctionMode):
         return out
 
 
-class _TrainedAttention(_EfficientAttention):
-    """The same with a backward pass: the kernel keeps what came in, the output and the log-sum-exps. Keys and values
-    that query heads share are not repeated (true of the CPU's kernel and of FlexAttention)."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        given = inspect.signature(_sdpa_arguments).bind(*args, **(kwargs or {})).arguments
-        return _AttentionMemory.apply(given["query"], given["key"], given["value"], given["attn_mask"])
-
-
-class _AttentionMemory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, mask):
-        out = _by_token(query)
-        log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32, device=META)
-        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
-        return out
-
-    @staticmethod
-    def backward(ctx, _grad):
-        return *(_by_token(tensor) for tensor in ctx.saved_tensors[:3]), None
-
-
-def _by_token(tensor: Tensor) -> Tensor:
-    """An empty tensor of this shape [1, heads, tokens, D] as the kernels lay it out: all heads of a token together."""
-    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
-
-
-def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The parameters of F.scaled_dot_product_attention, whose own signature cannot be asked."""
 
 
@@ -199,16 +166,10 @@ def fast_kernels_on(device: str) -> bool:
     return device.startswith("cuda") and importlib.util.find_spec("fla") is not None
 
 
-def meta_target(model: Path | str, dtype: torch.dtype | str) -> Target:
-    """The text tower of the folder `model` on the meta device, in `dtype`, as `load_target` would have it."""
-    config = text_tower(read_config(model), model)
-    network = without_weights(config, model, parse_dtype(dtype))
-    return Target(Path(model), network.eval().requires_grad_(False), None, None)
-
-
-def _static(*modules: nn.Module) -> int:
-    """Bytes of the parameters and buffers of modules, shared ones once."""
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+def bytes_of(*modules: nn.Module, recurse: bool = True) -> int:
+    """Bytes of the parameters and buffers of modules (without their children's, where `recurse` is false), shared ones
+    once."""
+    tensors = [t for module in modules for t in (*module.parameters(recurse), *module.buffers(recurse))]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -254,14 +215,14 @@ def capture_memory(model: Path | str, layer_ids: Sequence[int], num_rows: int, n
             weights = tracker.now
             kept = torch.empty(held, *state, dtype=target.model.dtype, device=META)
             ids_tensor = torch.zeros(num_rows, num_tokens, dtype=torch.long, device=META)
-            with _EfficientAttention(), HiddenStateTap(target, [0], stop_early=True):
+            with EfficientAttention(), HiddenStateTap(target, [0], stop_early=True):
                 target.decoder(input_ids=ids_tensor, use_cache=False)
             del kept
         phases[f"layer {number} ({kind[0]})"] = tracker.peak - weights
     size, itemsize = num_rows * num_tokens * target.hidden_size, target.model.dtype.itemsize
     casts = 0 if itemsize == 2 and target.model.dtype == torch.bfloat16 else size * (len(ids) + last) * 2
     phases["stacking the states"] = (len(kept_ids) + len(ids)) * size * itemsize + casts
-    return PeakMemory(static=_static(target.model), working=max(phases.values()), parts=phases)
+    return PeakMemory(static=bytes_of(target.model), working=max(phases.values()), parts=phases)
 
 
 def _kind(target: Target, number: int) -> tuple:
@@ -315,73 +276,3 @@ def largest_batch(model: Path | str, layer_ids: Sequence[int], num_tokens: int, 
     left = free * (1 - headroom) - one.total
     rows = 1 + int(left // row) if left >= 0 else 0
     return LargestBatch(num_rows=rows, num_tokens=num_tokens, peak=one.total + max(rows - 1, 0) * row)
-
-
-def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainOptions, num_tokens: int, *,
-                    dtype: torch.dtype | str = "bfloat16", device: str = "cuda") -> PeakMemory:
-    """Peak memory of training on documents of `num_tokens` tokens, every anchor and slot of which is supervised.
-
-    static: the whole target in `dtype` (the trainer loads it), the head's rows in float32, the drafter, its gradients,
-    AdamW's two moments and the weight average. working: the batch, activations and loss, or validation's if that is
-    more; device: "cpu" or "cuda", which decides how many slots' logits exist at once. Raises
-    ValueError for options that do not fit the target, and TargetError as `capture_memory` does.
-    """
-    target = meta_target(model, dtype)
-    ids = check_layer_ids(layer_ids, target.num_layers)
-    num_rows = options.draft_vocab_size or target.head.weight.shape[0]
-    if num_rows > target.head.weight.shape[0]:
-        raise ValueError(f"draft_vocab_size {num_rows} is more than the target's {target.head.weight.shape[0]} rows; "
-                         "null takes the full head")
-    try:
-        config = drafter_config(target, list(ids), options, options.draft_vocab_size)
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise TargetError(f"{model}/config.json: no drafter can be made for these values ({type(error).__name__}: "
-                          f"{error})") from error
-    with META:
-        network = DFlashDrafter(config)
-        vocabulary = None if options.draft_vocab_size is None else torch.empty(num_rows, dtype=torch.int64)
-        head = torch.empty(num_rows, config.hidden_size, dtype=torch.float32)
-    ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary,
-                      device_type=device.partition(":")[0])
-    drafter_bytes = _static(network)
-    shared = target.head.weight.dtype == torch.float32 and vocabulary is None  # .float() then copies nothing
-    parts = {"target": _static(target.model), "head rows (float32)": 0 if shared else head.nbytes,
-             "drafter": drafter_bytes, "gradients": drafter_bytes, "AdamW's moments": 2 * drafter_bytes,
-             "weight average": drafter_bytes if options.average else 0}
-    with MemoryTracker() as tracker:
-        for tensor in (*network.parameters(), *target.model.parameters(), *target.model.buffers(), head):
-            tracker.count(tensor)
-        base = tracker.now
-        batch = _meta_batch(options, num_tokens, config.hidden_size, len(ids))
-        dpace_alpha = options.dpace_alpha if options.slot_weighting == "dpace" else None
-        with _TrainedAttention():
-            batch_loss(network, ends, batch, options.kl_weight, dpace_alpha).loss_sum.backward()
-        step = tracker.peak - base - drafter_bytes  # the gradients stand above
-        del batch
-        network.zero_grad(set_to_none=True)
-        tracker.peak = tracker.now
-        anchors = torch.zeros(min(256, num_tokens - 1), dtype=torch.long)
-        with _EfficientAttention():
-            propose_everywhere(network, ends, torch.zeros(num_tokens, dtype=torch.long),
-                               torch.empty(num_tokens, len(ids), config.hidden_size, device=META), anchors)
-        # a network of its own that holds the average, while gradients are gone
-        validation = tracker.peak - base + (drafter_bytes if options.average else 0) - drafter_bytes
-    return PeakMemory(static=sum(parts.values()), working=max(step, validation),
-                      parts={**parts, "working: a step": step, "working: validation": validation})
-
-
-def _meta_batch(options: TrainOptions, num_tokens: int, hidden_size: int, num_layers: int) -> Batch:
-    """A batch of the shapes that the data set makes, without values."""
-    first_slot = 0 if options.sample_from_anchor else 1
-    docs, slots = options.batch_samples, min(options.slots_per_anchor, options.block_size - first_slot)
-    anchors = min(options.anchors_per_sample, num_tokens - 1)
-    tokens, blocks = docs * num_tokens, docs * anchors
-    with META:
-        asked = torch.empty(blocks, slots, dtype=torch.int64)
-        return Batch(
-            tuple(range(docs)), Packing((num_tokens,) * docs, (anchors,) * docs),
-            torch.empty(tokens, num_layers, hidden_size, dtype=torch.bfloat16),
-            torch.empty(tokens, hidden_size, dtype=torch.bfloat16) if options.kl_weight > 0 else None,
-            torch.empty(tokens, dtype=torch.int64), torch.empty(blocks, dtype=torch.int64),
-            torch.empty(blocks, dtype=torch.int64), torch.empty(blocks, options.block_size, dtype=torch.int64), asked,
-            torch.empty_like(asked), torch.empty(blocks, slots), first_slot=first_slot)

@@ -122,7 +122,7 @@ def check_training(target, folder: Path, ids: list[int], device: str, changes: d
     from dflash_lib.drafter.network import DFlashDrafter
     from dflash_lib.drafter.objective import TargetEnds, batch_loss
     from dflash_lib.drafter.recipe import TrainOptions, drafter_config
-    from dflash_lib.workbench.peak_memory import training_memory
+    from dflash_lib.workbench.training_memory import training_memory
 
     options = TrainOptions(**TRAINING, **changes)
     draft_vocab_size = options.draft_vocab_size
@@ -156,7 +156,7 @@ def large_target(folder: Path, device: str, num_layers: str, room: float):
     if not torch.cuda.is_available():
         print("skipped: PyTorch sees no CUDA device")
         return None
-    from dflash_lib.workbench.peak_memory import meta_target
+    from dflash_lib.target.ends import meta_target
 
     ids = write_config(folder, int(num_layers))
     needed = sum(p.nbytes for p in meta_target(folder, "bfloat16").model.parameters())

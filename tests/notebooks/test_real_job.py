@@ -15,11 +15,12 @@ from tests.miniature import make_miniature
 
 REAL = REPOSITORY / "notebooks" / "params" / "qwen3_6_27b_8gpu.yaml"
 PLACES = ("model", "model_config", "device", "runs_dir", "store_dir", "conversations", "heldout_prompts")
-# A row of a vocabulary of 512 for the mask, two processes for eight GPUs, dozens of short rows, few steps; and the
-# stated rates, so that the plan's hours are those of a machine like this.
+# A row of a vocabulary of 512 for the mask, two processes for eight GPUs, dozens of short rows, narrow heads, few
+# steps; and the stated rates, so that the plan's hours are those of a machine like this.
 SIZES = {"threads": 1, "max_samples": 24, "max_length": 96, "mask_token_id": 3, "num_workers": 2, "token_budget": 384,
-         "samples_per_shard": 8, "steps": 200, "warmup_steps": 8, "validation_samples": 4, "validation_interval": 100,
-         "num_gpus": 2, "epochs": 9,
+         "samples_per_shard": 8, "sliding_window": 32, "num_drafter_heads": 8, "num_drafter_kv_heads": 2,
+         "drafter_head_dim": 16, "num_processes": 2, "batch_samples": 2, "steps": 80, "warmup_steps": 4,
+         "validation_samples": 4, "validation_interval": 40, "num_gpus": 2, "epochs": 8,
          "extract_tokens_s": 100.0, "train_tokens_s": 100.0, "load_s": 5.0, "disk_mb_s": 100.0,
          "max_disk_tb": 0.001}
 STAGES = [path.stem for path in notebook_paths()][:6]

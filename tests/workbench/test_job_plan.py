@@ -11,7 +11,9 @@ from dflash_lib.files import write_json
 from dflash_lib.target.errors import TargetError
 from dflash_lib.workbench import job_plan
 from dflash_lib.workbench.job_plan import plan_job
+from dflash_lib.workbench.parameters import read_parameters_file
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, runs_folder, write_params
+from dflash_lib.workbench.variants import train_options
 from tests.hidden_states.rows import make_prepared, make_store
 
 REAL = REPOSITORY / "notebooks" / "params" / "qwen3_6_27b_8gpu.yaml"
@@ -118,7 +120,20 @@ def test_what_would_stop_it(job, tmp_path, monkeypatch):
     assert "runs_dir: " in obstacles(job()) and "cannot be written" in obstacles(job())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "PyTorch sees no CUDA device" in obstacles(job(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "num_processes: 3 train, each on a GPU of its own; PyTorch sees 2" in obstacles(
+        job(device="cuda", num_processes=3))
+    assert "num_processes" not in obstacles(job(device="cuda", num_processes=2))
 
+
+def test_training_processes_share_the_work(job, monkeypatch):
+    """Four read the target's files each and take a quarter of the time; a step's two rows are one in each of two."""
+    one, two, four = (stage(plan_job(job(num_processes=n)), "06_train") for n in (1, 2, 4))
+    assert four.hours - 0.1 == pytest.approx((one.hours - 0.1) / 4) and four.resources == "4 on cpu"
+    assert four.reads - one.reads == pytest.approx(3 * 246_592 * 4)
+    assert two.memory < one.memory and stage(plan_job(job(accumulate=2)), "06_train").memory < one.memory
+    monkeypatch.setattr(job_plan, "free_memory", lambda *_: 2 * one.memory)
+    assert "06_train" not in obstacles(job()) and "06_train: takes" in obstacles(job(num_processes=8)), "main memory"
 
 
 
@@ -205,17 +220,30 @@ def test_a_target_that_is_not_here(job, tmp_path):
 
 
 def test_the_real_job(capsys):
-    """51,200 bytes a token before compression, and every stage fits a GPU of 96 GB."""
+    """51,200 bytes a token before compression, and every stage fits a GPU of 96 GB; the published recipe's anchors and
+    the public drafter's shape: 1.730 B parameters, four float32 each, beside an embedding and a head in bfloat16."""
     plan = plan_job(REAL)
     extract, train = stage(plan, "04_extract"), stage(plan, "06_train")
     assert extract.writes == pytest.approx(50_000 * 3072 * 51_200 / 1.4)
-    assert 53.79e9 < extract.memory < 96e9 and train.memory < 96e9
-    assert extract.hours > 50_000 * 3072 / (8 * 2500) / 3600 and train.hours > 6 * 50_000 * 3072 / 10_000 / 3600
+    assert 53.79e9 < extract.memory < 96e9
+    attention, mlp = 5120 * 128 * (32 + 8 + 8 + 32), 3 * 5120 * 17_408
+    static = 4 * 4 * (5 * (attention + mlp) + 5 * 5120 * 5120) + 2 * 2 * 248_320 * 5120
+    assert static < train.memory < 0.6 * 96e9, "the whole target would take 49 GB more"
+    assert train.resources == "8 on cuda" and train.reads > 8 * 53.79e9
+    assert extract.hours > 50_000 * 3072 / (8 * 2500) / 3600
+    assert 6 * 50_000 * 3072 / 10_000 / 3600 / 8 < train.hours < 6 * 50_000 * 3072 / 10_000 / 3600 / 4
+    params = read_parameters_file(REAL)
+    assert params["anchors_per_sample"] == 512 and params["slots_per_anchor"] == params["block_size"] == 16
+    assert params["steps"] * params["batch_samples"] == 6 * params["max_samples"], "six epochs"
+    options = train_options(params)
+    assert options.layer_types == ("sliding_attention",) * 4 + ("full_attention",) and options.sliding_window == 2048
+    assert (options.num_heads, options.num_kv_heads, options.head_dim) == (32, 8, 128)
     assert plan.folder == runs_folder({"runs_dir": "/scratch/dflash/runs"}) / REAL.stem
     text = plan.text()
     assert "MLP 17.11 B" in text and "multi-token prediction 0.425 B" in text
     assert "6 epochs on 8 GPUs with 10 TB of disk" in text
-    assert ": E: 6 extract while 2 train" in text and "GPU-hours. The workbench extracts as C does" in text
+    assert ": E: 6 extract while 2 train" in text
+    assert "The workbench does as C: extract with all, then train, in 8 processes." in text
     assert "tapped layers [1, 16, 31, 46, 61]" in text and "26.9 B parameters, 53.79 GB in bfloat16" in text
     assert "conversations: /scratch/dflash/conversations.jsonl: no such file" in text
     assert command.main(["run", "--plan", str(REAL)]) == 1

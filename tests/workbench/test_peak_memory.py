@@ -12,14 +12,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_lib.conversations.prepare import PreparedRows, PrepareOptions
 from dflash_lib.drafter.network import DFlashDrafter
-from dflash_lib.drafter.recipe import TrainOptions, drafter_config
+from dflash_lib.drafter.recipe import Compute, TrainOptions, drafter_config
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.target.capture import capture_batch
+from dflash_lib.target.ends import load_ends, meta_target
 from dflash_lib.target.errors import TargetError
 from dflash_lib.target.loading import load_target
 from dflash_lib.workbench import peak_memory
-from dflash_lib.workbench.peak_memory import capture_memory, largest_batch, meta_target, training_memory
+from dflash_lib.workbench.peak_memory import capture_memory, largest_batch
+from dflash_lib.workbench.training_memory import training_memory
 from tests.conftest import DATA
 from tests.families import FAMILIES, make_family
 from tests.hidden_states.rows import make_store
@@ -85,27 +87,41 @@ def uniform_rows(target, num_samples, num_tokens):
         tokenizer_hash=target.identity["tokenizer"], source_sha256="0" * 64)
 
 
+HALF = {"precision": "bfloat16", "num_layers": 2}
+
+
 @pytest.mark.parametrize(("changes", "dtype"), [
     ({}, "float32"), ({"draft_vocab_size": 100, "num_layers": 2, "average": 0.0}, "float32"),
     ({"kl_weight": 0.0, "batch_samples": 1, "anchors_per_sample": 4}, "float32"), ({"batch_samples": 1}, "bfloat16"),
-    ({"slots_per_anchor": 2, "num_layers": 2}, "float32"), ({"slots_per_anchor": 1, "kl_weight": 0.0}, "float32")])
+    ({"slots_per_anchor": 2, "num_layers": 2}, "float32"), ({"slots_per_anchor": 1, "kl_weight": 0.0}, "float32"),
+    ({"warm_start": True, "num_layers": 3}, "float32"),
+    ({"num_sliding_layers": 1, "sliding_window": 24, **HALF}, "bfloat16"),
+    ({"kl_weight": 0.0, "average": 0.0, **HALF}, "bfloat16"), (HALF, "float32"), ({"accumulate": 3}, "float32"),
+    ({"optimizer": "muon", "num_layers": 3, "batch_samples": 1, "anchors_per_sample": 4}, "float32")])
 def test_training(changes, dtype, tiny_llama_folder, tmp_path):
-    target = load_target(tiny_llama_folder, dtype, audit="quick")
-    make_store(tmp_path / "states", target, uniform_rows(target, 6, 128))
+    """Of what the training job does: the ends alone, and then the trainer."""
+    make_store(tmp_path / "states", load_target(tiny_llama_folder, dtype, audit="quick"),
+               uniform_rows(load_target(tiny_llama_folder, dtype, audit="quick"), 6, 128))
+    compute = Compute(accumulate=changes.get("accumulate", 1))
     options = TrainOptions(**{"block_size": 8, "mask_token_id": 3, "draft_vocab_size": None, "warm_start": False,
                               "steps": 2, "batch_samples": 3, "anchors_per_sample": 48, "slots_per_anchor": 7,
-                              "validation_samples": 2, "validation_interval": 2, "checkpoint_interval": 50} | changes)
-    predicted = training_memory(tiny_llama_folder, [1, 3, 4], options, 128, dtype=dtype, device="cpu")
+                              "validation_samples": 2, "validation_interval": 2, "checkpoint_interval": 50}
+                           | {name: value for name, value in changes.items() if name != "accumulate"})
+    predicted = training_memory(tiny_llama_folder, [1, 3, 4], options, 128, dtype=dtype, device="cpu", compute=compute)
+    layers = range(6)[-options.num_layers:] if options.warm_start else ()
+    ends = load_ends(tiny_llama_folder, dtype, layers=layers)
+    held = {p.data_ptr(): p.nbytes for p in ends.model.parameters() if not p.is_meta}
+    assert predicted.parts["target's ends"] == sum(held.values()) < sum(p.nbytes for p in ends.model.parameters())
 
     def work():
-        trainer = Trainer(HiddenStateStore.open(tmp_path / "states"), target, tmp_path / "drafter", options)
+        trainer = Trainer(HiddenStateStore.open(tmp_path / "states"), ends, tmp_path / "drafter", options, compute)
         for _ in range(2):
             trainer.train_step()
         trainer.validate()
         return trainer
 
     (tmp_path / "drafter").mkdir()
-    measured = peak_bytes(work) + sum(p.nbytes for p in target.model.parameters())
+    measured = peak_bytes(work) + sum(held.values())
     assert predicted.total == pytest.approx(measured, rel=TOLERANCE)
 
 
