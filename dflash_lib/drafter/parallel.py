@@ -100,6 +100,16 @@ def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
+def collected(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`whole` of each in the first process, one after another in main memory where they are divided; {} elsewhere."""
+    found = {}
+    for name, tensor in tensors.items():
+        complete = whole(tensor)
+        if rank() == 0:
+            found[name] = complete.cpu() if isinstance(tensor, DTensor) else complete
+    return found
+
+
 def summed(values: Tensor) -> Tensor:
     """The sum over all processes, on each."""
     if dist.is_initialized():

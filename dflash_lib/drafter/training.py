@@ -261,7 +261,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint."""
-        tensors = parallel.wholes(state_tensors(self.network, self.averaged, self.optimizers))
+        tensors = parallel.collected(state_tensors(self.network, self.averaged, self.optimizers))
         if parallel.rank() == 0:
             save_checkpoint(self.folder / "checkpoints", self.step, tensors, {
                 "best": self.best, "seconds": self.seconds, "waited": self.waited, "norms": list(self.norms),
