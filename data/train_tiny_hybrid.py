@@ -263,11 +263,11 @@ class Training:
         newest = load_newest(self.work / "checkpoints")
         if newest is None:
             return
-        tensors, meta = newest
+        path, meta = newest
         if meta["fingerprint"] != self.fingerprint:
             raise SystemExit(f"{self.work}: begun with other data, another recipe or other code; remove it, or choose "
                              "another --work")
-        restore_tensors(tensors, self.model, {}, self.optimizer)
+        restore_tensors(path, self.model, {}, [self.optimizer])
         self.step, self.tokens, self.seconds, self.curve = (
             meta["step"], meta["tokens"], meta["seconds"], meta["curve"])
 
@@ -304,7 +304,7 @@ class Training:
     def _evaluate(self, loss: float) -> None:
         self.curve.append({"step": self.step, "tokens": self.tokens, "loss": round(loss, 4), "heldout_loss": round(
             mean_loss(answer_losses(self.model, self.heldout, self.recipe)), 4)})
-        save_checkpoint(self.work / "checkpoints", self.step, state_tensors(self.model, {}, self.optimizer), {
+        save_checkpoint(self.work / "checkpoints", self.step, state_tensors(self.model, {}, [self.optimizer]), {
             "fingerprint": self.fingerprint, "tokens": self.tokens, "seconds": self.seconds, "curve": self.curve})
 
 

@@ -226,7 +226,7 @@ def _check_together(params: dict[str, Any], where: str) -> None:
     if last_state == "none" and params.get("kl_weight", 0) > 0:
         raise ParameterError(f"{where}: kl_weight {params['kl_weight']} needs the target's last state, and last_state "
                              "is none; set last_state: supervised, or kl_weight: 0")
-    if "steps" in params:
+    if {"steps", "block_size", "mask_token_id"} <= params.keys():
         from dflash_lib.drafter.recipe import Compute
         from dflash_lib.workbench.variants import train_options
 

@@ -199,7 +199,8 @@ def training_batch(target, *, store, first=()) -> str:
         batch = data.batch(0)
     digest = hashlib.sha256()
     for name, value in sorted(vars(batch).items()):
-        digest.update(name.encode() + (value.numpy().tobytes() if isinstance(value, torch.Tensor) else b""))
+        raw = value.contiguous().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else b""
+        digest.update(name.encode() + raw)
     return digest.hexdigest()
 
 
