@@ -199,11 +199,11 @@ class Trainer:
     def _is_spike(self, norm: float) -> bool:
         if len(self.norms) < NORMS_NEEDED or norm <= self.options.spike_factor * statistics.median(self.norms):
             return False
-        self.skipped.append(self.step + 1)
-        recent = self.skipped[-self.options.max_skipped:]
+        recent = [*self.skipped, self.step + 1][-self.options.max_skipped:]
         if len(recent) == self.options.max_skipped and recent[0] == self.step + 2 - self.options.max_skipped:
             self._give_up(f"gradient norm {norm:.3g}, the {len(recent)}th step in a row with more than "
                           f"{self.options.spike_factor:g} times the usual {statistics.median(self.norms):.3g}", [])
+        self.skipped.append(self.step + 1)  # not before: one that ends the training is taken again when it goes on
         return True
 
     def _give_up(self, what: str, broken: list[int]) -> None:

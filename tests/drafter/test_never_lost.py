@@ -204,7 +204,10 @@ def test_one_spike_after_another_ends_the_training(tiny_store, tiny_llama, tmp_p
                                             r"samples \[\d+.*state before this step is saved.*lower learning_rate"):
         Trainer(tiny_store, tiny_llama, tmp_path, options).run()
     saved, = list_checkpoints(tmp_path / "checkpoints")
-    assert read_json(saved / "state.json")["step"] == 33
+    state = read_json(saved / "state.json")
+    assert state["step"] == 33 and state["skipped"] == [30, 31, 32, 33], "step 34 is to be taken again"
+    with pytest.raises(TrainingError, match="step 34: .*the 5th step in a row"):
+        Trainer(tiny_store, tiny_llama, tmp_path, options).run()
 
 
 def test_nan_states_stop_training_with_the_samples_named_and_the_state_saved(tiny_store, tiny_llama, tmp_path,
