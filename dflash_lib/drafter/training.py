@@ -144,8 +144,9 @@ class Trainer:
     def train_step(self, batches: list[Batch] | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """One optimizer step over `batches` (this process's of the step, None = read now). Returns its log row.
 
-        Raises TrainingError when the loss or its gradient is not finite, and after max_skipped spikes in a row; the
-        state before the step is saved then.
+        A step without any label of the draft vocabulary changes nothing and counts as skipped. Raises TrainingError
+        when the loss or its gradient is not finite, and after max_skipped spikes in a row; the state before the step is
+        saved then.
         """
         began = time.monotonic()
         batches = self._passes(self.step) if batches is None else batches
@@ -161,9 +162,13 @@ class Trainer:
             for grad in grads:  # sums (means over processes): divide by the whole step's weight
                 grad.mul_(parallel.num_ranks() / weight_sum)
             norm = parallel.whole(torch.nn.utils.get_total_norm(grads)).item()
+        empty = loss_sum == weight_sum == 0  # short documents whose labels the draft vocabulary lacks
+        if empty:
+            self.skipped.append(self.step + 1)
+            norm, weight_sum = 0.0, 1.0
         if not math.isfinite(norm):
             self._give_up(f"loss {loss_sum} over weight {weight_sum}, gradient norm {norm}", broken)
-        skip = self._is_spike(norm)
+        skip = empty or self._is_spike(norm)
         if not skip:
             torch.nn.utils.clip_grads_with_norm_(self.network.parameters(), self.options.clip,
                                                  torch.tensor(norm, device=self.device))

@@ -238,6 +238,18 @@ def test_nan_states_stop_training_with_the_samples_named_and_the_state_saved(tin
     assert Trainer(tiny_store, tiny_llama, tmp_path, options).run()["steps"] == 12, "it goes on once the data is mended"
 
 
+def test_a_step_without_any_label_of_the_draft_vocabulary_is_skipped(tiny_store, tiny_llama, tmp_path):
+    """It would end the training, and again whenever it went on."""
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, replace(
+        OPTIONS, draft_vocab_size=1, batch_samples=1, anchors_per_sample=1, slots_per_anchor=1))
+    before = {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
+    row = trainer.train_step()
+    assert row["skipped"] and (row["loss"], row["grad_norm"], sum(row["slot_counts"])) == (0, 0, 1)
+    assert trainer.skipped == [1] and not trainer.norms
+    assert all(torch.equal(before[name], p) for name, p in trainer.network.named_parameters())
+    assert trainer.run()["steps"] == 12
+
+
 def test_a_gradient_that_is_not_finite_stops_too(tiny_store, tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "batch_loss", spiked({2}, float("inf")))
     trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
