@@ -144,6 +144,13 @@ def test_sigterm_saves_the_step_that_it_meets_and_the_run_goes_on_bit_for_bit(ti
     assert_same_training(whole, tmp_path / "stopped")
 
 
+def test_what_kills_left_of_checkpoints_goes_with_the_next_one(tmp_path):
+    (tmp_path / ".step-00000007.partial").mkdir()
+    (tmp_path / ".step-00000007.partial" / ".state.safetensors").write_bytes(bytes(100))
+    checkpoints.save_checkpoint(tmp_path, 9, {"weight.a": torch.ones(2)}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000009"]
+
+
 def test_asked_to_stop_before_the_first_step(tiny_store, tiny_llama, tmp_path):
     assert Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS).run(stopping=lambda: True) is None
     trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
