@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -330,6 +331,22 @@ def test_interrupting_the_launcher_saves_the_training(tiny_store, tiny_llama, tm
     monkeypatch.setattr(training_job, "follow", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start_training(tmp_path / "drafter", **job)
+    saved, = list_checkpoints(tmp_path / "drafter" / "checkpoints")
+    assert read_json(saved / "state.json")["step"] >= 2
+
+
+def test_a_worker_that_was_asked_to_stop_has_saved_and_that_is_said(tiny_store, tiny_llama, tmp_path):
+    """As a cluster's scheduler does it, or somebody by hand."""
+    def ask(row):
+        if row["step"] == 2:
+            worker, = (p for p in psutil.Process().children(recursive=True)
+                       if "dflash_lib.drafter.training_job" in p.cmdline() and "dflash_lib.launch" not in p.cmdline())
+            worker.terminate()
+
+    with pytest.raises(TrainingError, match=r"asked to stop \(SIGTERM\) and have saved .*Start it again"):
+        start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
+                       device="cpu", threads=1, options=replace(OPTIONS, steps=100_000, checkpoint_interval=100_000,
+                                                                validation_interval=100_000), on_row=ask)
     saved, = list_checkpoints(tmp_path / "drafter" / "checkpoints")
     assert read_json(saved / "state.json")["step"] >= 2
 
