@@ -287,7 +287,9 @@ def test_a_bfloat16_target_trains_a_float32_drafter(tiny_store, tiny_llama, tmp_
 
 @pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0},
                                  {"precision": "half"}, {"optimizer": "sgd"}, {"slot_weighting": "x"},
-                                 {"dpace_alpha": -1.0},
+                                 {"dpace_alpha": -1.0}, {"gamma": 0.0}, {"gamma": -1.0}, {"gamma": 1e-9}, {"clip": 0.0},
+                                 {"clip": -1.0}, {"learning_rate": 0.0}, {"learning_rate": float("nan")},
+                                 {"warmup_steps": -1}, {"weight_decay": -1.0}, {"final_learning_rate": -1.0},
                                  {"num_sliding_layers": 1}, {"num_sliding_layers": 5}, {"max_skipped": 0},
                                  {"spike_factor": 1.0}, {"slots_per_anchor": 2, "slot_weighting": "dpace"}])
 def test_impossible_options_are_refused_by_name(bad):
