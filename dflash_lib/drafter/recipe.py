@@ -138,6 +138,12 @@ class Compute:
             raise ValueError("shard: weights can be divided among processes only; set num_processes to 2 or more")
 
 
+def check_compute(options: TrainOptions, compute: Compute) -> None:
+    """Raises TrainingError for a recipe that cannot be computed so."""
+    if compute.shard and options.optimizer == "muon":
+        raise TrainingError("optimizer: muon needs whole matrices; set shard: false, or optimizer: adamw")
+
+
 def identity(options: TrainOptions) -> dict[str, Any]:
     """The options that a training is known by, as plain values. Fields that came later than trainings which lie in
     folders are left out at their default, which is what those did: a new release goes on with them."""

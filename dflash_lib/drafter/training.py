@@ -30,7 +30,7 @@ from dflash_lib.drafter.init_from import init_from
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, walk_result, walk_samples, walk_sums
 from dflash_lib.drafter.prefetch import Prefetched
-from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, drafter_config, learning_rate
+from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, check_compute, drafter_config, learning_rate
 from dflash_lib.drafter.training_log import cut_log
 from dflash_lib.drafter.warm_start import warm_start
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -54,8 +54,7 @@ class Trainer:
         store.require(target=target.identity)
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.compute = compute or Compute()
-        if self.compute.shard and options.optimizer == "muon":
-            raise TrainingError("optimizer: muon needs whole matrices; set shard: false, or optimizer: adamw")
+        check_compute(options, self.compute)
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         check_mask_token(store, options.mask_token_id)
         if options.kl_weight > 0 and store.plan.last_state == "none":

@@ -22,7 +22,7 @@ import torch
 from dflash_lib.drafter import parallel
 from dflash_lib.drafter.folder import DrafterError, load_drafter
 from dflash_lib.drafter.init_from import weights_hash
-from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, identity
+from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, check_compute, identity
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.drafter.warm_start import source_layers
 from dflash_lib.files import hash_value, read_json, write_json
@@ -74,6 +74,7 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     SIGTERM, and saved.
     """
     folder, plan, compute = Path(folder).resolve(), ExtractionPlan.load(store), compute or Compute()
+    check_compute(options, compute)  # before another job's folder is moved aside for it
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
            "options": identity(replace(options, init_from=options.init_from and weights_hash(options.init_from)))}
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
