@@ -51,8 +51,8 @@ def weights_hash(folder: Path | str) -> str:
     """sha256 of the weights' file of the drafter in `folder`. Raises DrafterError for a folder without one."""
     found = find_drafter(folder) / "model.safetensors"
     if not found.is_file():
-        raise DrafterError(f"{found.parent}: no model.safetensors; its weights may be still to be downloaded, or in several "
-                           "files, which have to be put into one")
+        raise DrafterError(f"{found.parent}: no model.safetensors; its weights may be still to be downloaded, or in "
+                           "several files, which have to be put into one")
     return hash_file(found)
 
 

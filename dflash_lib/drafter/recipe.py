@@ -85,10 +85,10 @@ class TrainOptions:
                 raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: more than 0 is needed, got {getattr(self, name)}: the weights would not learn")
+                raise ValueError(f"{name}: more than 0 is needed, or nothing is learnt, got {getattr(self, name)}")
         if not 0.1 <= self.gamma:
-            raise ValueError(f"gamma: at least 0.1 is needed, got {self.gamma}: slot k weighs exp(-(k-1)/gamma), and below "
-                             "the second slot would weigh nothing beside the first")
+            raise ValueError(f"gamma: at least 0.1 is needed, got {self.gamma}: slot k weighs exp(-(k-1)/gamma), and "
+                             "below the second slot would weigh nothing beside the first")
         for name in ("warmup_steps", "weight_decay", "final_learning_rate"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: 0 or more is needed, got {getattr(self, name)}")

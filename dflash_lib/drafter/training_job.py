@@ -89,8 +89,8 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
                               json.dumps(asdict(compute)), options.init_from], compute.num_processes,
                              folder / "logs", threads, follow(progress, status, device, on_row))
     if not (folder / "summary.json").exists():  # SIGTERM to the workers, not to this process
-        raise TrainingError(f"{folder}: its workers were asked to stop (SIGTERM) and have saved the step that they were "
-                            "at, see logs/training_job.log there. Start it again: it goes on from that step")
+        raise TrainingError(f"{folder}: its workers were asked to stop (SIGTERM) and have saved the step that they "
+                            "were at, see logs/training_job.log there. Start it again: it goes on from that step")
     return {**read_json(folder / "summary.json"), "job": state}
 
 
