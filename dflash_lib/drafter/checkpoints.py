@@ -62,7 +62,8 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: d
     """Writes `folder/step-.../`, prunes all but the newest `NUM_KEPT`, returns the new path."""
     final = folder / f"step-{step:08d}"
     partial = folder / f".step-{step:08d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in folder.glob(".step-*.partial"):  # by kills, of whatever step: of a large drafter 28 GB each
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / ".state.safetensors")

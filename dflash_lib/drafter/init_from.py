@@ -49,7 +49,11 @@ def init_from(network: DFlashDrafter, draft_vocab: Tensor | None, folder: Path |
 
 def weights_hash(folder: Path | str) -> str:
     """sha256 of the weights' file of the drafter in `folder`. Raises DrafterError for a folder without one."""
-    return hash_file(find_drafter(folder) / "model.safetensors")
+    found = find_drafter(folder) / "model.safetensors"
+    if not found.is_file():
+        raise DrafterError(f"{found.parent}: no model.safetensors; its weights may be still to be downloaded, or in "
+                           "several files, which have to be put into one")
+    return hash_file(found)
 
 
 def _mismatches(drafter: TrainedDrafter, config: DrafterConfig, target: Target) -> list[str]:

@@ -74,6 +74,8 @@ class DrafterConfig:
                             f"0..{self.num_target_layers - 1}")
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} kv heads")
+        if self.head_dim % 2:
+            problems.append(f"head_dim {self.head_dim} must be even: rotary positions turn its two halves")
         unknown = set(self.layer_types) - {FULL, SLIDING}
         if unknown or not self.layer_types:
             problems.append(f"layer_types {list(self.layer_types)} must be {FULL} or {SLIDING}, one a layer")

@@ -6,12 +6,16 @@ Every function is one that all processes call together, and with one process doe
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+PATIENCE = timedelta(hours=2)  # with a process that writes or checks a checkpoint: 28 GB on a slow disk; NCCL's 10 min
+# would end the job. One that died is torchrun's to notice, in seconds.
 
 
 def rank() -> int:
@@ -37,11 +41,10 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield device
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    yield device
+    # not after an error: NCCL's end waits for the other processes, which wait for this one; torchrun ends them all
+    dist.destroy_process_group()
 
 
 def wrap(network: nn.Module, device: torch.device, shard: bool, precision: str) -> nn.Module:

@@ -83,6 +83,15 @@ class TrainOptions:
                      "validation_samples", "validation_interval", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: at least 1 is needed, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: more than 0 is needed, or nothing is learnt, got {getattr(self, name)}")
+        if not 0.1 <= self.gamma:
+            raise ValueError(f"gamma: at least 0.1 is needed, got {self.gamma}: slot k weighs exp(-(k-1)/gamma), and "
+                             "below the second slot would weigh nothing beside the first")
+        for name in ("warmup_steps", "weight_decay", "final_learning_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: 0 or more is needed, got {getattr(self, name)}")
         if not 0 <= self.kl_weight <= 1 or not 0 <= self.average < 1:
             raise ValueError(f"kl_weight must be 0 to 1 and average 0 to less than 1, got {self.kl_weight} and "
                              f"{self.average}")
@@ -127,6 +136,12 @@ class Compute:
                              f"{self.accumulate}")
         if self.shard and self.num_processes < 2:
             raise ValueError("shard: weights can be divided among processes only; set num_processes to 2 or more")
+
+
+def check_compute(options: TrainOptions, compute: Compute) -> None:
+    """Raises TrainingError for a recipe that cannot be computed so."""
+    if compute.shard and options.optimizer == "muon":
+        raise TrainingError("optimizer: muon needs whole matrices; set shard: false, or optimizer: adamw")
 
 
 def identity(options: TrainOptions) -> dict[str, Any]:

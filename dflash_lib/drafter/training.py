@@ -30,7 +30,7 @@ from dflash_lib.drafter.init_from import init_from
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, walk_result, walk_samples, walk_sums
 from dflash_lib.drafter.prefetch import Prefetched
-from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, drafter_config, learning_rate
+from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, check_compute, drafter_config, learning_rate
 from dflash_lib.drafter.training_log import cut_log
 from dflash_lib.drafter.warm_start import warm_start
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -54,8 +54,7 @@ class Trainer:
         store.require(target=target.identity)
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.compute = compute or Compute()
-        if self.compute.shard and options.optimizer == "muon":
-            raise TrainingError("optimizer: muon needs whole matrices; set shard: false, or optimizer: adamw")
+        check_compute(options, self.compute)
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         check_mask_token(store, options.mask_token_id)
         if options.kl_weight > 0 and store.plan.last_state == "none":
@@ -144,8 +143,9 @@ class Trainer:
     def train_step(self, batches: list[Batch] | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """One optimizer step over `batches` (this process's of the step, None = read now). Returns its log row.
 
-        Raises TrainingError when the loss or its gradient is not finite, and after max_skipped spikes in a row; the
-        state before the step is saved then.
+        A step without any label of the draft vocabulary changes nothing and counts as skipped. Raises TrainingError
+        when the loss or its gradient is not finite, and after max_skipped spikes in a row; the state before the step is
+        saved then.
         """
         began = time.monotonic()
         batches = self._passes(self.step) if batches is None else batches
@@ -161,9 +161,13 @@ class Trainer:
             for grad in grads:  # sums (means over processes): divide by the whole step's weight
                 grad.mul_(parallel.num_ranks() / weight_sum)
             norm = parallel.whole(torch.nn.utils.get_total_norm(grads)).item()
+        empty = loss_sum == weight_sum == 0  # short documents whose labels the draft vocabulary lacks
+        if empty:
+            self.skipped.append(self.step + 1)
+            norm, weight_sum = 0.0, 1.0
         if not math.isfinite(norm):
             self._give_up(f"loss {loss_sum} over weight {weight_sum}, gradient norm {norm}", broken)
-        skip = self._is_spike(norm)
+        skip = empty or self._is_spike(norm)
         if not skip:
             torch.nn.utils.clip_grads_with_norm_(self.network.parameters(), self.options.clip,
                                                  torch.tensor(norm, device=self.device))
@@ -199,11 +203,11 @@ class Trainer:
     def _is_spike(self, norm: float) -> bool:
         if len(self.norms) < NORMS_NEEDED or norm <= self.options.spike_factor * statistics.median(self.norms):
             return False
-        self.skipped.append(self.step + 1)
-        recent = self.skipped[-self.options.max_skipped:]
+        recent = [*self.skipped, self.step + 1][-self.options.max_skipped:]
         if len(recent) == self.options.max_skipped and recent[0] == self.step + 2 - self.options.max_skipped:
             self._give_up(f"gradient norm {norm:.3g}, the {len(recent)}th step in a row with more than "
                           f"{self.options.spike_factor:g} times the usual {statistics.median(self.norms):.3g}", [])
+        self.skipped.append(self.step + 1)  # not before: one that ends the training is taken again when it goes on
         return True
 
     def _give_up(self, what: str, broken: list[int]) -> None:

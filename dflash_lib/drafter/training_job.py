@@ -22,7 +22,7 @@ import torch
 from dflash_lib.drafter import parallel
 from dflash_lib.drafter.folder import DrafterError, load_drafter
 from dflash_lib.drafter.init_from import weights_hash
-from dflash_lib.drafter.recipe import Compute, TrainOptions, identity
+from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, check_compute, identity
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.drafter.warm_start import source_layers
 from dflash_lib.files import hash_value, read_json, write_json
@@ -70,9 +70,11 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     dtype: of the target's modules (the drafter's weights are float32); device: "cuda" is one GPU a process; compute:
     how many processes and how each step is divided, which may be another when a stopped run goes on; show: print a
     progress line; on_row: gets each row of log.jsonl as it is written. Raises Locked while another process trains in
-    the folder, LaunchError with the worker's traceback when it fails.
+    the folder, LaunchError with the worker's traceback when it fails, TrainingError when only the workers were sent
+    SIGTERM, and saved.
     """
     folder, plan, compute = Path(folder).resolve(), ExtractionPlan.load(store), compute or Compute()
+    check_compute(options, compute)  # before another job's folder is moved aside for it
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
            "options": identity(replace(options, init_from=options.init_from and weights_hash(options.init_from)))}
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
@@ -86,6 +88,9 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
                              [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
                               json.dumps(asdict(compute)), options.init_from], compute.num_processes,
                              folder / "logs", threads, follow(progress, status, device, on_row))
+    if not (folder / "summary.json").exists():  # SIGTERM to the workers, not to this process
+        raise TrainingError(f"{folder}: its workers were asked to stop (SIGTERM) and have saved the step that they "
+                            "were at, see logs/training_job.log there. Start it again: it goes on from that step")
     return {**read_json(folder / "summary.json"), "job": state}
 
 

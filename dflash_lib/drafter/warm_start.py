@@ -37,13 +37,12 @@ def source_layers(target: Target, num_layers: int) -> list[int]:
     return with_attention[-num_layers:]
 
 
-@torch.no_grad()
-def warm_start(network: DFlashDrafter, target: Target, sample_states: Tensor) -> list[int]:
-    """Initialises `network` in place from `target`; returns the ids of the layers copied.
+def projections(network: DFlashDrafter, target: Target) -> list[tuple[Tensor, Tensor]]:
+    """(the drafter's weight, the target's that is copied into it) of all projections; targets on the meta device do.
 
-    sample_states: float32 [T, L, H], the tapped states of any sample, from which the per-head norms are set.
     Raises ValueError, naming the tensor, when shapes do not fit (the drafter must have the target layer's sizes).
     """
+    found = []
     sources = source_layers(target, network.config.num_layers)
     for number, (layer, source) in enumerate(zip(network.layers, sources, strict=True)):
         theirs = target.layers[source]
@@ -62,7 +61,22 @@ def warm_start(network: DFlashDrafter, target: Target, sample_states: Tensor) ->
                         f"warm start: layers.{number}.{block}.{name} is {tuple(ours.shape)} in the drafter and "
                         f"{tuple(source_weight.shape)} in the target's layer {source}; give the drafter the target's "
                         "sizes or set warm_start: false")
-                ours.copy_(source_weight)
+                found.append((ours, source_weight))
+    return found
+
+
+@torch.no_grad()
+def warm_start(network: DFlashDrafter, target: Target, sample_states: Tensor) -> list[int]:
+    """Initialises `network` in place from `target`; returns the ids of the layers copied.
+
+    sample_states: float32 [T, L, H], the tapped states of any sample, from which the per-head norms are set.
+    Raises ValueError, naming the tensor, when shapes do not fit (the drafter must have the target layer's sizes).
+    """
+    sources = source_layers(target, network.config.num_layers)
+    for ours, source_weight in projections(network, target):
+        ours.copy_(source_weight)
+    for layer, source in zip(network.layers, sources, strict=True):
+        theirs = target.layers[source]
         layer.input_layernorm.weight.copy_(effective_weight(theirs.input_layernorm))
         before_mlp = getattr(theirs, "pre_feedforward_layernorm", theirs.post_attention_layernorm)  # Gemma has both
         layer.post_attention_layernorm.weight.copy_(effective_weight(before_mlp))

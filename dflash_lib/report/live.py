@@ -67,8 +67,8 @@ class LiveFigure:
     as the job does and with what drawing takes.
 
     Of more than MAX_ROWS step rows every second is let go, so that a training of any length takes bounded memory and
-    time. A fault in drawing does not end the training, which may have run for days and can be drawn from its log
-    afterwards: its traceback is printed, kept in `fault`, and nothing is drawn any more.
+    time. A fault in drawing, or in reading the log for it, does not end the training, which may have run for days and
+    can be drawn from its log afterwards: its traceback is printed, kept in `fault`, and nothing is drawn any more.
     """
 
     def __init__(self, handle: DisplayHandle, draw: Callable[[list[Row], list[Row]], Figure], log: Path | None = None,
@@ -101,23 +101,30 @@ class LiveFigure:
         began = self.clock()
         try:
             self.handle.update(picture_of(self.draw(self.steps, self.validations)))
-        except Exception as fault:  # said, not swallowed: see the class
-            self.fault = fault
-            print("the live curves end here, the training goes on; what drawing them raised:\n"
-                  + "".join(traceback.format_exception(fault)), flush=True)
+        except Exception as fault:
+            self._end(fault)
         self.last = self.clock()
         patience = min(SLOWEST_S, (self.last - self.began) / 100)
         self.pause = max(self.interval, patience, (self.last - began) / SHARE_OF_TIME)
+
+    def _end(self, fault: Exception) -> None:
+        """Says a fault, which is not swallowed: see the class."""
+        self.fault = fault
+        print("the live curves end here, the training goes on; what drawing them raised:\n"
+              + "".join(traceback.format_exception(fault)), flush=True)
 
     def _read_log(self) -> None:
         if self.log_read:
             return
         self.log_read = True
-        if self.log is not None and self.log.exists():
-            with open(self.log, encoding="utf-8") as lines:
-                for line in lines:
-                    if line.endswith("\n"):  # the trainer may be writing the last one
-                        self._take(json.loads(line))
+        try:
+            if self.log is not None and self.log.exists():
+                with open(self.log, encoding="utf-8") as lines:
+                    for line in lines:
+                        if line.endswith("\n"):  # the trainer may be writing the last one
+                            self._take(json.loads(line))
+        except Exception as fault:
+            self._end(fault)
 
     def _take(self, row: Row) -> None:
         """Keeps a row; what stands there of its step and later ones goes: the log may have been read ahead of it."""

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
 from dflash_lib.job_status import JobStatus
-from dflash_lib.launch import ONE_MACHINE, Nodes
+from dflash_lib.launch import GRACE_S, ONE_MACHINE, Nodes
 from dflash_lib.locks import folder_lock
 from dflash_lib.workbench.parameters import (
     RUN_DIR,
@@ -44,6 +44,7 @@ from dflash_lib.workbench.runs import (
 )
 
 PACKAGE = Path(__file__).resolve().parents[1]
+KERNEL_GRACE_S = GRACE_S + 15.0  # an interrupted kernel waits for its job, and answers then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,13 +286,21 @@ def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: 
     """
     import papermill
     from jupyter_client.kernelspec import NoSuchKernel
+    from jupyter_client.manager import AsyncKernelManager
     from nbclient.exceptions import DeadKernelError
+
+    class PatientManager(AsyncKernelManager):
+        """An interrupted kernel ends when its job has saved and ended, not seconds before: the next run would find the
+        lock free and the older checkpoint."""
+
+        shutdown_wait_time = 2 * KERNEL_GRACE_S  # at half of it jupyter_client sends SIGTERM
 
     out.parent.mkdir(parents=True, exist_ok=True)
     logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns of annotations that it does not understand
     try:
         papermill.execute_notebook(
-            notebook, out, values, kernel_name="python3", language="python", cwd=REPOSITORY, progress_bar=False,
+            notebook, out, values, kernel_name="python3", kernel_manager_class=PatientManager, language="python",
+            cwd=REPOSITORY, progress_bar=False,
             extra_arguments=["--IPKernelApp.log_level=50"],  # else it warns of its TCP transport on every start
             stdout_file=_Indented(stream), stderr_file=_Indented(stream))
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from dflash_lib.drafter.dataset import Batch
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, propose_everywhere
 from dflash_lib.drafter.recipe import Compute, TrainOptions, drafter_config
-from dflash_lib.drafter.warm_start import source_layers
+from dflash_lib.drafter.warm_start import projections, source_layers
 from dflash_lib.target.capture import check_layer_ids
 from dflash_lib.target.ends import end_modules, meta_target
 from dflash_lib.target.errors import TargetError
@@ -121,6 +121,8 @@ def training_memory(model: Path | str, layer_ids: Sequence[int], options: TrainO
     wide = torch.float64 if options.precision == "float64" else torch.float32
     half = options.precision == "bfloat16"
     network, head = _drafter(target, list(ids), options, num_rows, wide)
+    if copied:
+        projections(network, target)  # that they fit is to be known before the states are taken
     vocabulary = None if options.draft_vocab_size is None else torch.empty(num_rows, dtype=torch.int64, device=META)
     ends = TargetEnds(target.embedding, target.final_norm, head, vocabulary, wide, device.partition(":")[0])
     whole, shared = bytes_of(network), head.dtype == target.head.weight.dtype and vocabulary is None

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_lib.drafter import DrafterError, TrainedDrafter, export_speculators, export_zlab
 from dflash_lib.drafter.folder import save_drafter
-from dflash_lib.drafter.init_from import init_from
+from dflash_lib.drafter.init_from import init_from, weights_hash
 from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConfig
 from tests.decoding.test_training_walk import make_drafter
 
@@ -141,3 +141,9 @@ def test_broken_weights_are_refused(tiny_llama, place, name):
 def test_folders_without_a_drafter_are_refused(tiny_llama, tmp_path):
     with pytest.raises(DrafterError, match="no such drafter folder"):
         init_from(fresh(tiny_llama), VOCAB, tmp_path / "nowhere", tiny_llama)
+
+
+def test_a_folder_without_weights_is_refused_before_a_worker_starts(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DrafterError, match="no model.safetensors"):
+        weights_hash(tmp_path)

@@ -144,6 +144,13 @@ def test_sigterm_saves_the_step_that_it_meets_and_the_run_goes_on_bit_for_bit(ti
     assert_same_training(whole, tmp_path / "stopped")
 
 
+def test_what_kills_left_of_checkpoints_goes_with_the_next_one(tmp_path):
+    (tmp_path / ".step-00000007.partial").mkdir()
+    (tmp_path / ".step-00000007.partial" / ".state.safetensors").write_bytes(bytes(100))
+    checkpoints.save_checkpoint(tmp_path, 9, {"weight.a": torch.ones(2)}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000009"]
+
+
 def test_asked_to_stop_before_the_first_step(tiny_store, tiny_llama, tmp_path):
     assert Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS).run(stopping=lambda: True) is None
     trainer = Trainer(tiny_store, tiny_llama, tmp_path, OPTIONS)
@@ -204,7 +211,10 @@ def test_one_spike_after_another_ends_the_training(tiny_store, tiny_llama, tmp_p
                                             r"samples \[\d+.*state before this step is saved.*lower learning_rate"):
         Trainer(tiny_store, tiny_llama, tmp_path, options).run()
     saved, = list_checkpoints(tmp_path / "checkpoints")
-    assert read_json(saved / "state.json")["step"] == 33
+    state = read_json(saved / "state.json")
+    assert state["step"] == 33 and state["skipped"] == [30, 31, 32, 33], "step 34 is to be taken again"
+    with pytest.raises(TrainingError, match="step 34: .*the 5th step in a row"):
+        Trainer(tiny_store, tiny_llama, tmp_path, options).run()
 
 
 def test_nan_states_stop_training_with_the_samples_named_and_the_state_saved(tiny_store, tiny_llama, tmp_path,
@@ -233,6 +243,18 @@ def test_nan_states_stop_training_with_the_samples_named_and_the_state_saved(tin
     assert saved.name == "step-00000005" and all(torch.equal(before[name], after[name]) for name in before)
     monkeypatch.setattr(tiny_store, "read", read)
     assert Trainer(tiny_store, tiny_llama, tmp_path, options).run()["steps"] == 12, "it goes on once the data is mended"
+
+
+def test_a_step_without_any_label_of_the_draft_vocabulary_is_skipped(tiny_store, tiny_llama, tmp_path):
+    """It would end the training, and again whenever it went on."""
+    trainer = Trainer(tiny_store, tiny_llama, tmp_path, replace(
+        OPTIONS, draft_vocab_size=1, batch_samples=1, anchors_per_sample=1, slots_per_anchor=1))
+    before = {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
+    row = trainer.train_step()
+    assert row["skipped"] and (row["loss"], row["grad_norm"], sum(row["slot_counts"])) == (0, 0, 1)
+    assert trainer.skipped == [1] and not trainer.norms
+    assert all(torch.equal(before[name], p) for name, p in trainer.network.named_parameters())
+    assert trainer.run()["steps"] == 12
 
 
 def test_a_gradient_that_is_not_finite_stops_too(tiny_store, tiny_llama, tmp_path, monkeypatch):

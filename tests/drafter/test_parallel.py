@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,35 @@ def test_a_killed_process_ends_the_job_and_one_alone_goes_on(tiny_store, tiny_ll
     assert killed and time.monotonic() - killed[0] < 60, "the issue's own limit"
     steps = list_checkpoints(folder / "checkpoints")
     assert steps and not (folder / "summary.json").exists()
+
+
+def test_a_process_that_fails_alone_ends_the_job(tiny_store, tiny_llama, tmp_path):
+    """The first one cannot save, while the other waits for it."""
+    folder, began = tmp_path / "drafter", []
+
+    def obstruct(row):
+        if row["step"] == 1:
+            (folder / "checkpoints").write_text("in the way")
+        began[:] = [time.monotonic()]
+
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 (?s:.)*checkpoints"):
+        start_training(folder, store=tiny_store.folder, model=tiny_llama.path, dtype="float32", device="cpu", threads=1,
+                       show=False, options=replace(OPTIONS, steps=60, checkpoint_interval=60),
+                       compute=Compute(num_processes=2), on_row=obstruct)
+    assert time.monotonic() - began[0] < 60
+
+
+def test_processes_wait_longer_for_a_checkpoint_than_nccl_would(monkeypatch):
+    asked = {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, timeout: asked.update({backend: timeout}))
+    monkeypatch.setattr(parallel.dist, "destroy_process_group", lambda: asked.update(ended=True))
+    with parallel.process_group(torch.device("cpu")):
+        assert asked["gloo"] >= timedelta(hours=1) and "ended" not in asked
+    assert asked.pop("ended")
+    with pytest.raises(KeyError), parallel.process_group(torch.device("cpu")):
+        raise KeyError
+    assert "ended" not in asked, "it would wait for the others"
 
 
 def test_documents_are_shared_out_by_length():

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -286,7 +287,9 @@ def test_a_bfloat16_target_trains_a_float32_drafter(tiny_store, tiny_llama, tmp_
 
 @pytest.mark.parametrize("bad", [{"steps": 0}, {"validation_samples": 0}, {"kl_weight": 1.5}, {"average": 1.0},
                                  {"precision": "half"}, {"optimizer": "sgd"}, {"slot_weighting": "x"},
-                                 {"dpace_alpha": -1.0},
+                                 {"dpace_alpha": -1.0}, {"gamma": 0.0}, {"gamma": -1.0}, {"gamma": 1e-9}, {"clip": 0.0},
+                                 {"clip": -1.0}, {"learning_rate": 0.0}, {"learning_rate": float("nan")},
+                                 {"warmup_steps": -1}, {"weight_decay": -1.0}, {"final_learning_rate": -1.0},
                                  {"num_sliding_layers": 1}, {"num_sliding_layers": 5}, {"max_skipped": 0},
                                  {"spike_factor": 1.0}, {"slots_per_anchor": 2, "slot_weighting": "dpace"}])
 def test_impossible_options_are_refused_by_name(bad):
@@ -330,6 +333,22 @@ def test_interrupting_the_launcher_saves_the_training(tiny_store, tiny_llama, tm
     monkeypatch.setattr(training_job, "follow", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start_training(tmp_path / "drafter", **job)
+    saved, = list_checkpoints(tmp_path / "drafter" / "checkpoints")
+    assert read_json(saved / "state.json")["step"] >= 2
+
+
+def test_a_worker_that_was_asked_to_stop_has_saved_and_that_is_said(tiny_store, tiny_llama, tmp_path):
+    """As a cluster's scheduler does it, or somebody by hand."""
+    def ask(row):
+        if row["step"] == 2:
+            worker, = (p for p in psutil.Process().children(recursive=True)
+                       if "dflash_lib.drafter.training_job" in p.cmdline() and "dflash_lib.launch" not in p.cmdline())
+            worker.terminate()
+
+    with pytest.raises(TrainingError, match=r"asked to stop \(SIGTERM\) and have saved .*Start it again"):
+        start_training(tmp_path / "drafter", store=tiny_store.folder, model=tiny_llama.path, dtype="float32",
+                       device="cpu", threads=1, options=replace(OPTIONS, steps=100_000, checkpoint_interval=100_000,
+                                                                validation_interval=100_000), on_row=ask)
     saved, = list_checkpoints(tmp_path / "drafter" / "checkpoints")
     assert read_json(saved / "state.json")["step"] >= 2
 

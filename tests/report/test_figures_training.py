@@ -46,3 +46,18 @@ def test_what_there_is_so_far():
     check(figures.live_figure([], VALIDATIONS[:1]), 2)
     check(figures.live_figure(STEPS[:1], []), 2)
     check(figures.live_figure([SPIKE], []), 2)
+
+
+def test_the_anchors_slot_is_drawn_where_it_drafts():
+    axis, = figures.slot_accuracy_figure(STEPS).axes
+    assert [line.get_label() for line in axis.lines] == ["slot 1", "slot 2"]
+    anchored = [row | {"slot_hits": [2, 3, 1], "slot_counts": [4, 4, 4]} for row in STEPS]
+    axis, = figures.slot_accuracy_figure(anchored).axes
+    assert [line.get_label() for line in axis.lines] == ["slot 0", "slot 1", "slot 2"]
+    assert lines(axis)[0][1] == pytest.approx([50] * 50)
+
+
+def test_a_step_without_labels_is_marked_among_the_gradients():
+    empty = STEPS[9] | {"loss": 0.0, "grad_norm": 0.0, "skipped": True}
+    axis, = check(figures.gradient_figure([*STEPS[:9], empty, *STEPS[10:]]), 1)
+    assert axis.get_ylim()[0] > 0.01

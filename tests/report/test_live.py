@@ -195,3 +195,12 @@ def test_an_executed_notebook_keeps_one_picture_the_last():
     assert "".join(o.text for o in others) == "".join(f"line {i}\n" for i in range(1, 5))
     steps = [{"step": i, "loss": 1.0 / i} for i in range(1, 5)]
     assert base64.b64decode(first.data["image/png"]) == picture_of(live_figure(steps, [])).png
+
+
+def test_a_log_that_cannot_be_read_ends_the_curves_and_not_the_training(tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text(json.dumps(step(1)) + "\n\0\0\n")  # what a power cut may leave
+    handle = Handle()
+    with LiveFigure(handle, drawing([]), tmp_path / "log.jsonl", interval=0.0) as curves:
+        curves(step(2))
+    assert not handle.shown and isinstance(curves.fault, ValueError)
+    assert "the training goes on" in capsys.readouterr().out

@@ -160,6 +160,7 @@ def test_a_file_that_aliases_blow_up_is_refused(tmp_path):
     ({"num_sliding_layers": 1}, "num_sliding_layers 1 needs a sliding_window"),
     ({"spike_factor": 0.5}, "spike_factor must be more than 1"), ({"dpace_alpha": 2.0}, "dpace_alpha must be 0 to 1"),
     ({"shard": True}, "shard: weights can be divided among processes only"),
+    ({"shard": True, "num_processes": 2, "optimizer": "muon"}, "optimizer: muon needs whole matrices"),
     ({"num_processes": 2, "device": "cuda:0"}, "num_processes 2 on device cuda:0; with device: cuda each process"),
     ({"last_state": "topk"}, "topk: 0 with last_state 'topk'"), ({"topk": 8}, "topk: 8 with last_state 'supervised'"),
     ({"encoding": "fp16"}, "encoding: 'fp16' is not known"), ({"last_state": "some"}, "last_state: 'some' is not"),

@@ -165,3 +165,9 @@ def test_the_largest_batch(tiny_llama_folder):
 def test_what_cannot_be_predicted_is_refused(tiny_llama_folder):
     with pytest.raises(TargetError, match="does not fit a target of 6 layers"):
         capture_memory(tiny_llama_folder, [1, 9], 1, 8)
+
+
+def test_a_warm_start_into_other_sizes_is_refused_before_the_states_are_taken(tiny_llama_folder):
+    options = TrainOptions(block_size=8, mask_token_id=3, draft_vocab_size=None, intermediate_size=96)
+    with pytest.raises(ValueError, match="warm start: layers.0.mlp.gate_proj .*set warm_start: false"):
+        training_memory(tiny_llama_folder, [1, 3, 4], options, 16, dtype="float32", device="cpu")
