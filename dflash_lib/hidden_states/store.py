@@ -13,7 +13,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import torch
 from torch import Tensor
 
 from dflash_lib.files import human_bytes
@@ -56,10 +55,6 @@ class TopLogits:
     ids: Tensor
     logits: Tensor
     logsumexp: Tensor
-
-    def to(self, device: torch.device) -> "TopLogits":
-        """The same on `device`."""
-        return TopLogits(self.ids.to(device), self.logits.to(device), self.logsumexp.to(device))
 
     def __getitem__(self, where) -> "TopLogits":
         """Those of some rows."""

@@ -19,6 +19,7 @@ from dflash_lib.drafter.export import export_differences
 from dflash_lib.drafter.exported import find_drafter, load_exported, open_drafter
 from dflash_lib.drafter.folder import save_drafter
 from tests.decoding.test_training_walk import changed, make_drafter
+from tests.drafter.folders import edit
 
 
 @pytest.fixture
@@ -87,16 +88,7 @@ def test_folders_without_a_drafter(saved, tmp_path):
 
 def test_damaged_exports_are_refused(tiny_llama, saved, tmp_path):
     def broken(name, change=None, tensors=None):
-        folder = shutil.copytree(saved / "zlab", tmp_path / name)
-        if change is not None:
-            config = json.loads((folder / "config.json").read_text())
-            change(config)
-            (folder / "config.json").write_text(json.dumps(config))
-        if tensors is not None:
-            held = load_file(folder / "model.safetensors")
-            tensors(held)
-            save_file(held, folder / "model.safetensors")
-        return folder
+        return edit(shutil.copytree(saved / "zlab", tmp_path / name), change, tensors)
 
     for name, change, tensors, message in (
             ("no theta", lambda c: (c.pop("rope_theta"), c.pop("rope_parameters")), None, "rope_theta is missing"),

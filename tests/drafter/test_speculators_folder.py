@@ -1,7 +1,6 @@
 """Drafters of the speculators package, read: fields and tensors here, its trainer's own checkpoints in
 test_speculators_trained.py."""
 
-import json
 import shutil
 
 import pytest
@@ -14,6 +13,7 @@ from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.network import FULL, SLIDING
 from dflash_lib.drafter.speculators_folder import load_speculators
 from tests.decoding.test_training_walk import changed, make_drafter
+from tests.drafter.folders import edit
 
 VOCAB = torch.tensor([2, 7, 90])
 
@@ -28,18 +28,6 @@ def exported(tiny_llama, tmp_path):
     save_file(held, tmp_path / "theirs" / "model.safetensors")
     edit(tmp_path / "theirs", lambda c: c["transformer_layer_config"].pop("rope_theta"))
     return tmp_path / "theirs"
-
-
-def edit(folder, change=None, tensors=None):
-    if change is not None:
-        config = json.loads((folder / "config.json").read_text())
-        change(config)
-        (folder / "config.json").write_text(json.dumps(config))
-    if tensors is not None:
-        held = load_file(folder / "model.safetensors")
-        tensors(held)
-        save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "model.safetensors")
-    return folder
 
 
 def layers(**fields):
