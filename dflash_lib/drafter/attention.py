@@ -132,7 +132,8 @@ class FlexAttention:
     """As `SdpaAttention`, through FlexAttention with a block mask: one kernel for the packed row, on CUDA.
 
     When PyTorch cannot compile it (known from users: NoValidChoicesError at some shape), that is said once and SDPA
-    does this and every later batch of the process.
+    does this and every later batch of the process. Its backward pass is compiled by the first `backward()`: a failure
+    there ends the training with PyTorch's words (`doctor` tries one beforehand).
     """
 
     compiled: Any = None
