@@ -12,6 +12,7 @@ A worker module ends with `if __name__ == "__main__": run_worker(main)` and repo
 
 import ctypes
 import json
+import math
 import os
 import re
 import runpy
@@ -31,7 +32,9 @@ PR_SET_PDEATHSIG = 1
 AGENT = "DFLASH_AGENT"  # environment variable: the guard's pid, for the workers
 NODES = "DFLASH_NODES"  # environment variable: `Nodes` as "NUM RANK HOST:PORT", for a notebook's kernel and the workers
 KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the process that failed first
-GRACE_S = 60.0  # from SIGTERM to SIGKILL: a worker that saves what it has takes its time
+GRACE_S = 30.0  # from SIGTERM to SIGKILL of a worker
+SAVING_GRACE_S = 1800.0  # the same of one that writes a checkpoint: tens of GB, to a slow disk
+AGENT_S = 30.0  # more for the agent, which waits for its workers
 JOIN_S = 24 * 3600  # how long a node waits until all have come: they may be started by hand
 CONNECT_S = 600  # how long it looks for node 0
 
@@ -132,12 +135,12 @@ def _first_failure(error_folder: Path) -> tuple[int, str] | None:
     return min(found)[1:] if found else None
 
 
-def _terminate(process: subprocess.Popen) -> None:
+def _terminate(process: subprocess.Popen, grace_s: float) -> None:
     """SIGTERM to the agent, which ends its workers; after a grace SIGKILL to its group (workers end with the agent)."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(GRACE_S)
+            process.wait(grace_s + AGENT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -145,12 +148,13 @@ def _terminate(process: subprocess.Popen) -> None:
 
 def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: Path | str, threads: int,
                  on_progress: Callable[[dict], None] | None = None, nodes: Nodes = ONE_MACHINE,
-                 environment: Mapping[str, str] | None = None) -> None:
+                 environment: Mapping[str, str] | None = None, grace_s: float = GRACE_S) -> None:
     """Runs `python -m module args` in `num_processes` processes and returns when all have ended well.
 
     log_dir: gets `<last part of module>.log`, the whole output of all ranks of this machine (`.node1.log` and so on for
     machines behind the first); threads: OMP_NUM_THREADS of each process; on_progress: called in this thread with the
-    fields of each `report_progress` of this machine's ranks; environment: more variables for the workers.
+    fields of each `report_progress` of this machine's ranks; environment: more variables for the workers; grace_s: from
+    SIGTERM to SIGKILL, for a worker that saves what it has when the job is ended or another rank has failed.
 
     Any exception raised here, Ctrl-C and one from on_progress included, ends the job first. Raises LaunchError when a
     rank failed. The workers get this repository and PYTHONPATH as their import path, not what else this process has in
@@ -163,7 +167,7 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = {**os.environ, **nodes.environment(), **(environment or {}), "OMP_NUM_THREADS": str(threads),
-           "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+           "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "dflash_lib.launch", str(os.getpid()),
                *nodes.arguments(module.rpartition(".")[2]), f"--nproc-per-node={num_processes}", "--max-restarts=0",
                f"--log-dir={error_folder}", "--module", module, *map(str, args)]
@@ -184,7 +188,7 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
                     tail.append(line)
         code = process.wait()
     finally:
-        _terminate(process)
+        _terminate(process, grace_s)
         process.stdout.close()
         failure = _first_failure(error_folder)
         _remove_tree(error_folder)

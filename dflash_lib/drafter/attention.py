@@ -11,7 +11,7 @@ at a time. `FlexAttention` gives the whole packed row to PyTorch's compiled kern
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -132,12 +132,16 @@ class FlexAttention:
     """As `SdpaAttention`, through FlexAttention with a block mask: one kernel for the packed row, on CUDA.
 
     When PyTorch cannot compile it (known from users: NoValidChoicesError at some shape), that is said once and SDPA
-    does this and every later batch of the process. Its backward pass is compiled by the first `backward()`: a failure
-    there ends the training with PyTorch's words (`doctor` tries one beforehand).
+    does this and every later batch of the process. What is compiled is compiled for the first length of a batch and,
+    when a second one comes, for all: either time the backward pass is tried at once, beside the training's own.
+
+    Class attributes: `off`, SDPA takes its place from now on (set it to have that from the start); `tried`, (sliding
+    window, number of keys) of the batches that were tried.
     """
 
     compiled: Any = None
-    failed = False
+    off = False
+    tried: ClassVar[set[tuple[int | None, int]]] = set()
 
     def __init__(self, packing: Packing, anchors: Tensor, slots: Tensor, block_size: int, sliding_window: int | None):
         from torch.nn.attention.flex_attention import create_block_mask
@@ -145,36 +149,51 @@ class FlexAttention:
         self.fallback = lambda: SdpaAttention(packing, anchors, slots, block_size, sliding_window)
         visible, num_queries, num_keys = flex_mask(packing, anchors, slots, block_size, sliding_window)
         self.mask = create_block_mask(visible, None, None, num_queries, num_keys, device=anchors.device)
+        self.shape = (sliding_window, num_keys)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, context_keys: Tensor,
                  context_values: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import flex_attention
 
-        if not FlexAttention.failed:
+        if not FlexAttention.off:
             if FlexAttention.compiled is None:
                 FlexAttention.compiled = torch.compile(flex_attention)
+            packed = (queries.flatten(1, 2)[None], torch.cat([context_keys, keys.flatten(1, 2)], dim=1)[None],
+                      torch.cat([context_values, values.flatten(1, 2)], dim=1)[None])
             try:
-                out = FlexAttention.compiled(
-                    queries.flatten(1, 2)[None], torch.cat([context_keys, keys.flatten(1, 2)], dim=1)[None],
-                    torch.cat([context_values, values.flatten(1, 2)], dim=1)[None], block_mask=self.mask,
-                    enable_gqa=queries.shape[0] != keys.shape[0])
-                return out[0].view(queries.shape)
+                self._try_backward(packed)
+                return self._compute(packed)[0].view(queries.shape)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the compiler raises what it likes
                 fall_back(error)
         return self.fallback()(queries, keys, values, context_keys, context_values)
 
+    def _compute(self, packed: tuple[Tensor, ...]) -> Tensor:
+        queries, keys, _ = packed
+        return FlexAttention.compiled(*packed, block_mask=self.mask, enable_gqa=queries.shape[1] != keys.shape[1])
+
+    def _try_backward(self, packed: tuple[Tensor, ...]) -> None:
+        """Computes gradients that nobody needs, of the first two lengths: once the training has begun its own backward
+        pass, it could not turn to SDPA any more."""
+        before = [shape for shape in FlexAttention.tried if shape[0] == self.shape[0]]
+        if not torch.is_grad_enabled() or self.shape in before or len(before) >= 2:
+            return
+        leaves = [tensor.detach().requires_grad_() for tensor in packed]
+        out = self._compute(leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        FlexAttention.tried.add(self.shape)
+
 
 def fall_back(error: Exception) -> None:
     """Lets SDPA do what FlexAttention cannot, from now on, and says so."""
-    FlexAttention.failed = True
+    FlexAttention.off = True
     warnings.warn(f"FlexAttention cannot be compiled here ({type(error).__name__}: {str(error).splitlines()[0]}); "
                   "scaled_dot_product_attention takes its place: the same numbers, slower", stacklevel=2)
 
 
 def make_attention(packing: Packing, anchors: Tensor, slots: Tensor, block_size: int,
                    sliding_window: int | None) -> SdpaAttention | FlexAttention:
-    """FlexAttention on CUDA while it compiles and there is something to train, else SDPA."""
-    flex = anchors.is_cuda and torch.is_grad_enabled() and not FlexAttention.failed
+    """FlexAttention on CUDA unless it is off, where there is something to train; else SDPA."""
+    flex = anchors.is_cuda and torch.is_grad_enabled() and not FlexAttention.off
     return (FlexAttention if flex else SdpaAttention)(packing, anchors, slots, block_size, sliding_window)

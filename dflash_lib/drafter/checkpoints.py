@@ -59,8 +59,10 @@ def restore_tensors(path: Path, network: nn.Module, averaged: dict[str, Tensor],
 
 
 def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Path:
-    """Writes `folder/step-.../`, prunes all but the newest `NUM_KEPT`, returns the new path."""
+    """Writes `folder/step-.../` unless that is there, prunes all but the newest `NUM_KEPT`, returns the path."""
     final = folder / f"step-{step:08d}"
+    if final.exists():  # saved once more before another step was taken: whole, or nothing would have gone on from it
+        return final
     partial = folder / f".step-{step:08d}.partial"
     for left in folder.glob(".step-*.partial"):  # by kills, of whatever step: of a large drafter 28 GB each
         shutil.rmtree(left, ignore_errors=True)
@@ -75,8 +77,6 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], meta: d
         free = shutil.disk_usage(folder).free
         raise OSError(f"{folder}: the checkpoint of step {step} cannot be written ({error}); {human_bytes(free)} free "
                       "there. Earlier checkpoints are whole: make room and start again.") from error
-    if final.exists():  # the same step again after a resume: the older one has nothing that the new one lacks
-        shutil.rmtree(final)
     os.rename(partial, final)
     fsync_folder(folder)
     for old in list_checkpoints(folder)[:-NUM_KEPT]:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -18,9 +20,12 @@ class Prefetched(Generic[T]):
     be used by two threads (a HiddenStateStore may), and no global random generator, or results would depend on timing.
 
     What `make` raises is raised by the `next()` that would have given that item, with its own traceback; items before
-    it are given first, and nothing is made after it. Leaving the block, by whatever way, lets an item that is being
-    made be finished, makes no other, drops what is ready, and returns when the thread has ended. A block that is never
-    left does not keep Python from ending: the thread is then stopped before the interpreter is taken down.
+    it are given first, and nothing is made after it. PyTorch's operators use one core in the thread, for a second team
+    of OpenMP threads would fight the loop's for the same cores.
+
+    Leaving the block, by whatever way, lets an item that is being made be finished, makes no other, drops what is
+    ready, and returns when the thread has ended. A block that is never left does not keep Python from ending: the
+    thread is then stopped before the interpreter is taken down.
 
     Raises ValueError for a depth below 1.
     """
@@ -82,6 +87,14 @@ class Prefetched(Generic[T]):
         self._ready.clear()
 
     def _run(self) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # of this thread and of ones begun meanwhile; the loop's keeps its own
+        try:
+            self._make_all()
+        finally:
+            torch.set_num_threads(before)
+
+    def _make_all(self) -> None:
         for number in range(self.first, self.last + 1):
             with self._changed:
                 while not self._stopped and number - self.first - self._given >= self.depth:

@@ -113,6 +113,9 @@ class TrainOptions:
         if self.num_sliding_layers and (self.sliding_window or 0) < 1:
             raise ValueError(f"num_sliding_layers {self.num_sliding_layers} needs a sliding_window (tokens), got "
                              f"{self.sliding_window}")
+        if self.sliding_window is not None and not self.num_sliding_layers:
+            raise ValueError(f"sliding_window {self.sliding_window} with num_sliding_layers 0: no layer would have it; "
+                             "set num_sliding_layers, or sliding_window: null")
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -124,11 +127,13 @@ class TrainOptions:
 class Compute:
     """How a step is computed, which changes nothing but rounding: num_processes, one a GPU; accumulate: forward passes
     a step and process, among which its conversations are divided; shard: weights, gradients and optimizer divided among
-    the processes (FSDP2) for a drafter that does not fit on each (DDP)."""
+    the processes (FSDP2) for a drafter that does not fit on each (DDP); flex_attention: on CUDA, FlexAttention's
+    compiled kernel while it compiles, False = SDPA from the start (a CPU has SDPA)."""
 
     num_processes: int = 1
     accumulate: int = 1
     shard: bool = False
+    flex_attention: bool = True
 
     def __post_init__(self) -> None:
         if self.num_processes < 1 or self.accumulate < 1:
@@ -139,9 +144,14 @@ class Compute:
 
 
 def check_compute(options: TrainOptions, compute: Compute) -> None:
-    """Raises TrainingError for a recipe that cannot be computed so."""
+    """Raises TrainingError for a recipe that cannot be computed so, or leaves a process with nothing to compute."""
     if compute.shard and options.optimizer == "muon":
         raise TrainingError("optimizer: muon needs whole matrices; set shard: false, or optimizer: adamw")
+    passes = compute.num_processes * compute.accumulate
+    if passes > options.batch_samples:
+        raise TrainingError(f"batch_samples: {options.batch_samples} conversations a step leave some of num_processes "
+                            f"{compute.num_processes} x accumulate {compute.accumulate} = {passes} passes with nothing "
+                            f"to compute; set batch_samples to {passes} or more, or the others lower")
 
 
 def identity(options: TrainOptions) -> dict[str, Any]:

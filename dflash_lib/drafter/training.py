@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dflash_lib.drafter import parallel
+from dflash_lib.drafter.attention import FlexAttention
 from dflash_lib.drafter.checkpoints import load_newest, restore_tensors, save_checkpoint, state_tensors
 from dflash_lib.drafter.dataset import Batch, Split, TrainingData, draft_vocabulary, split_samples
 from dflash_lib.drafter.folder import TrainedDrafter, save_drafter
@@ -30,7 +31,7 @@ from dflash_lib.drafter.init_from import init_from
 from dflash_lib.drafter.network import DFlashDrafter
 from dflash_lib.drafter.objective import TargetEnds, batch_loss, walk_result, walk_samples, walk_sums
 from dflash_lib.drafter.prefetch import Prefetched
-from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, check_compute, drafter_config, learning_rate
+from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, drafter_config, learning_rate
 from dflash_lib.drafter.training_log import cut_log
 from dflash_lib.drafter.warm_start import warm_start
 from dflash_lib.hidden_states.store import HiddenStateStore
@@ -54,7 +55,7 @@ class Trainer:
         store.require(target=target.identity)
         self.store, self.folder, self.options, self.identity = store, folder, options, target.identity
         self.compute = compute or Compute()
-        check_compute(options, self.compute)
+        FlexAttention.off |= not self.compute.flex_attention
         self.split: Split = split_samples(store, options.validation_samples, options.seed)
         check_mask_token(store, options.mask_token_id)
         if options.kl_weight > 0 and store.plan.last_state == "none":
@@ -96,6 +97,7 @@ class Trainer:
         self.step, self.best, self.seconds, self.waited = 0, {"acceptance_length": 0.0, "step": 0}, 0.0, 0.0
         self.norms: deque[float] = deque(maxlen=NUM_NORMS)
         self.skipped: list[int] = []
+        self._writer, self._saving = parallel.gathered(os.getpid())[0], False
         self._resume(newest)
 
     def run(self, report: Callable[[dict[str, Any]], None] | None = None,
@@ -266,11 +268,17 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint."""
         tensors = parallel.collected(state_tensors(self.network, self.averaged, self.optimizers))
+        self._saving = True
         if parallel.rank() == 0:
             save_checkpoint(self.folder / "checkpoints", self.step, tensors, {
                 "best": self.best, "seconds": self.seconds, "waited": self.waited, "norms": list(self.norms),
                 "skipped": self.skipped, "store": self.store.plan.hash, "begun_from": self.begun_from})
         parallel.barrier()
+        self._saving = False
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written: by the first process, which the others wait for while it lives."""
+        return self._saving and Path(f"/proc/{self._writer}").exists()
 
     def _newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The checkpoint to go on from, the same for all processes."""

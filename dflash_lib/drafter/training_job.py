@@ -5,14 +5,14 @@ by paths, device, number of threads or of processes. A folder that holds another
 comes back when that job is asked for again.
 """
 
+import glob
 import io
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from dflash_lib.drafter import parallel
+from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.folder import DrafterError, load_drafter
 from dflash_lib.drafter.init_from import weights_hash
 from dflash_lib.drafter.recipe import Compute, TrainingError, TrainOptions, check_compute, identity
+from dflash_lib.drafter.termination import Termination
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.drafter.warm_start import source_layers
 from dflash_lib.files import hash_value, read_json, write_json
 from dflash_lib.hidden_states.plan import ExtractionPlan
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.job_status import JobStatus
-from dflash_lib.launch import report_progress, run_torchrun, run_worker
+from dflash_lib.launch import SAVING_GRACE_S, report_progress, run_torchrun, run_worker
 from dflash_lib.locks import folder_lock, lock_beside
 from dflash_lib.progress import Progress
 from dflash_lib.target.ends import load_ends, meta_target
@@ -51,14 +53,35 @@ def open_job(folder: Path, job: dict[str, Any]) -> str:
             os.rename(folder, aside)
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise DrafterError(f"{folder}: holds files but no job.json, so it is no training folder; choose another")
-        earlier = folder.with_name(f"{folder.name}-{hash_value(job)[:8]}")
-        if (earlier / "job.json").exists() and not folder.exists():
-            os.rename(earlier, folder)
+        named = f"{folder.name}-{hash_value(job)[:8]}"
+        earlier = [path for path in (folder.with_name(named), *sorted(folder.parent.glob(f"{glob.escape(named)}-*")))
+                   if (path / "job.json").exists() and read_json(path / "job.json") == job]
+        if earlier and not folder.exists():
+            os.rename(max(earlier, key=_progress), folder)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "job.json", job)
             return "new"
     return "finished" if (folder / "summary.json").exists() else "continues"
+
+
+def _progress(folder: Path) -> tuple[bool, str]:
+    """Orders trainings of the same job by how far they came."""
+    return (folder / "summary.json").exists(), max((path.name for path in list_checkpoints(folder / "checkpoints")),
+                                                   default="")
+
+
+def begun_from(folder: Path, options: TrainOptions) -> str:
+    """The hash of the weights that `init_from` names, by which the job is known; "" without it. Where that folder is
+    gone by now, the hash that the training in `folder` was begun with: it has its own weights since."""
+    if not options.init_from:
+        return ""
+    try:
+        return weights_hash(options.init_from)
+    except DrafterError:
+        if list_checkpoints(folder / "checkpoints") and not Path(options.init_from).exists():
+            return read_json(folder / "job.json")["options"]["init_from"]
+        raise
 
 
 def start_training(folder: Path | str, *, store: Path | str, model: Path | str, dtype: str, device: str, threads: int,
@@ -76,7 +99,7 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     folder, plan, compute = Path(folder).resolve(), ExtractionPlan.load(store), compute or Compute()
     check_compute(options, compute)  # before another job's folder is moved aside for it
     job = {"store": plan.hash, "target": {key: plan.target[key] for key in ("weights", "tokenizer")}, "dtype": dtype,
-           "options": identity(replace(options, init_from=options.init_from and weights_hash(options.init_from)))}
+           "options": identity(replace(options, init_from=begun_from(folder, options)))}
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
     with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
@@ -87,7 +110,7 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
                 run_torchrun("dflash_lib.drafter.training_job",
                              [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
                               json.dumps(asdict(compute)), options.init_from], compute.num_processes,
-                             folder / "logs", threads, follow(progress, status, device, on_row))
+                             folder / "logs", threads, follow(progress, status, device, on_row), grace_s=SAVING_GRACE_S)
     if not (folder / "summary.json").exists():  # SIGTERM to the workers, not to this process
         raise TrainingError(f"{folder}: its workers were asked to stop (SIGTERM) and have saved the step that they "
                             "were at, see logs/training_job.log there. Start it again: it goes on from that step")
@@ -114,17 +137,6 @@ def follow(progress: Progress, status: JobStatus, device: str,
     return take
 
 
-@contextmanager
-def sigterm_noted() -> Iterator[Callable[[], bool]]:
-    """SIGTERM is noted instead of ending this process; what is yielded says whether one came."""
-    came = []
-    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def report_step(row: dict[str, Any]) -> None:
     """Sends a log row to the launcher. One that has ended reads no more; that it ended comes as SIGTERM, too."""
     with suppress(BrokenPipeError):
@@ -140,12 +152,13 @@ def main() -> None:
     folder, store, model, device, threads, compute, begin = sys.argv[1:]
     job = read_json(Path(folder) / "job.json")
     torch.set_num_threads(int(threads))
-    with sigterm_noted() as stopping, parallel.process_group(torch.device(device)) as own_device:
+    with Termination() as stopping, parallel.process_group(torch.device(device)) as own_device:
         options = replace(TrainOptions(**job["options"]), init_from=begin)  # job.json knows it by its weights
         copied = (source_layers(meta_target(model, job["dtype"]), options.num_layers)
                   if options.warm_start and not options.init_from else ())
         target = load_ends(model, job["dtype"], str(own_device), copied)
         trainer = Trainer(HiddenStateStore.open(store), target, Path(folder), options, Compute(**json.loads(compute)))
+        stopping.saving = trainer.is_saving
         summary = trainer.run(report_step, stopping)
         if parallel.rank() == 0 and summary is None:
             print(f"SIGTERM: stopped and saved at step {trainer.step}", flush=True)

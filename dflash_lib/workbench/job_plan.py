@@ -18,7 +18,6 @@ import torch
 from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.decoding.eval_prompts import read_prompts
-from dflash_lib.drafter.recipe import Compute
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import StoreError
@@ -43,7 +42,7 @@ from dflash_lib.workbench.peak_memory import PeakMemory, capture_memory, fast_ke
 from dflash_lib.workbench.pipeline import choose_notebooks
 from dflash_lib.workbench.runs import REPOSITORY, notebook_paths, run_folder
 from dflash_lib.workbench.training_memory import training_memory
-from dflash_lib.workbench.variants import train_options
+from dflash_lib.workbench.variants import compute_options, train_options
 
 DRAFTER_PARTS = ("drafter", "gradients", "optimizer's moments", "weight average")
 ENDS = "target's ends"
@@ -202,9 +201,8 @@ def job_memory(model: Path | str, layer_ids: Sequence[int],
     num_rows = max(1, params["token_budget"] // params["max_length"])
     capture = capture_memory(model, layer_ids, num_rows, params["max_length"], dtype=params["dtype"],
                              fast_kernels=fast_kernels_on(params["device"]))
-    compute = Compute(**{name: params[name] for name in ("num_processes", "accumulate", "shard")})
     return capture, training_memory(model, layer_ids, train_options(params), params["max_length"],
-                                    dtype=params["dtype"], device=params["device"], compute=compute)
+                                    dtype=params["dtype"], device=params["device"], compute=compute_options(params))
 
 
 def _data(params: dict[str, Any], here: Path | None, plan: JobPlan) -> DataSize:

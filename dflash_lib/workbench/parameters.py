@@ -227,12 +227,11 @@ def _check_together(params: dict[str, Any], where: str) -> None:
         raise ParameterError(f"{where}: kl_weight {params['kl_weight']} needs the target's last state, and last_state "
                              "is none; set last_state: supervised, or kl_weight: 0")
     if {"steps", "block_size", "mask_token_id"} <= params.keys():
-        from dflash_lib.drafter.recipe import Compute, check_compute
-        from dflash_lib.workbench.variants import train_options
+        from dflash_lib.drafter.recipe import check_compute
+        from dflash_lib.workbench.variants import compute_options, train_options
 
         try:
-            check_compute(train_options(params), Compute(**{
-                name: params[name] for name in ("num_processes", "accumulate", "shard") if name in params}))
+            check_compute(train_options(params), compute_options(params))
         except ValueError as error:
             raise ParameterError(f"{where}: {error}") from error
     device = params.get("device")

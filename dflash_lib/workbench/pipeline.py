@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
 from dflash_lib.job_status import JobStatus
-from dflash_lib.launch import GRACE_S, ONE_MACHINE, Nodes
+from dflash_lib.launch import AGENT_S, ONE_MACHINE, SAVING_GRACE_S, Nodes
 from dflash_lib.locks import folder_lock
 from dflash_lib.workbench.parameters import (
     RUN_DIR,
@@ -44,7 +44,7 @@ from dflash_lib.workbench.runs import (
 )
 
 PACKAGE = Path(__file__).resolve().parents[1]
-KERNEL_GRACE_S = GRACE_S + 15.0  # an interrupted kernel waits for its job, and answers then
+KERNEL_GRACE_S = SAVING_GRACE_S + AGENT_S + 15.0  # at most: an interrupted kernel waits for its job, and answers then
 
 
 @dataclass(frozen=True, kw_only=True)

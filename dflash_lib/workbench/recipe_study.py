@@ -81,7 +81,6 @@ def _own_sizes(options: TrainOptions) -> str:
 def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
     """(factor, name, changed options) of every level, those that equal the base included."""
     rate, drafts = base.learning_rate, _num_drafts(base)
-    sliding, num_full = base.num_sliding_layers, base.num_layers - base.num_sliding_layers
     every = max(drafts, base.slots_per_anchor)  # numbers from `drafts` on all mean every slot
     gamma = PUBLISHED_GAMMA.get(base.block_size, 4.0)
     return [
@@ -96,13 +95,19 @@ def _table(base: TrainOptions) -> list[tuple[str, str, dict[str, Any]]]:
         *(("anchors_per_sample", str(num), {"anchors_per_sample": num}) for num in (8, 32, 64)),
         *([("slots_per_anchor", "2", {"slots_per_anchor": min(2, drafts)})] if base.slot_weighting == "decay" else []),
         ("slots_per_anchor", f"all {drafts}", {"slots_per_anchor": every}),
-        *(("num_layers", str(num), {"num_layers": num, "num_sliding_layers": min(sliding, max(0, num - num_full))})
-          for num in (1, 2, 3)),
+        *(("num_layers", str(num), _num_layers(base, num)) for num in (1, 2, 3)),
         *(("average", _average_name(decay), {"average": decay}) for decay in (0.99, 0.0)),
         # as many drafts a step either way
         *(("sample_from_anchor", _on_off(first), {"sample_from_anchor": first, "block_size": drafts + (not first)})
           for first in (False, True)),
     ]
+
+
+def _num_layers(base: TrainOptions, num: int) -> dict[str, Any]:
+    """As many full layers as the base has, where that many fit, sliding ones before them."""
+    sliding = min(base.num_sliding_layers, max(0, num - (base.num_layers - base.num_sliding_layers)))
+    return {"num_layers": num, "num_sliding_layers": sliding,
+            "sliding_window": base.sliding_window if sliding else None}
 
 
 def _num_drafts(options: TrainOptions) -> int:

@@ -13,13 +13,14 @@ from typing import Any, TextIO
 import psutil
 
 from dflash_lib.job_status import describe_work
+from dflash_lib.launch import SAVING_GRACE_S
 from dflash_lib.locks import Locked, lock_holder, process_alive
 from dflash_lib.progress import human_seconds
 from dflash_lib.workbench.run_state import Work, belongs, log_files, statuses_of, works_of
 from dflash_lib.workbench.runs import REPOSITORY, RunError
 
 BEGIN_S = 120.0  # a detached run that has not taken its lock by then is left to its log
-STOP_S = 300.0  # launchers give their workers a minute, a notebook is saved after that
+STOP_S = SAVING_GRACE_S + 300.0  # a training's checkpoint is written, and a notebook is saved after that
 FOLLOW_S = 0.5
 LINE_BYTES = 1000  # of a log, read for each line asked for: a log may be large
 

@@ -18,7 +18,7 @@ from dflash_lib.decoding.evaluation import Answer
 from dflash_lib.decoding.training_walk import training_walk
 from dflash_lib.drafter import read_log
 from dflash_lib.drafter.folder import load_drafter
-from dflash_lib.drafter.recipe import TrainOptions
+from dflash_lib.drafter.recipe import Compute, TrainOptions
 from dflash_lib.drafter.training_job import start_training
 from dflash_lib.target.loading import Target
 
@@ -42,6 +42,11 @@ def train_options(params: dict[str, Any], **changes: Any) -> TrainOptions:
     stated = {field.name: params[PARAMETERS.get(field.name, field.name)] for field in fields(TrainOptions)
               if PARAMETERS.get(field.name, field.name) in params}
     return TrainOptions(**{**stated, **changes})
+
+
+def compute_options(params: dict[str, Any]) -> Compute:
+    """How a step is computed, as a job's parameters state it."""
+    return Compute(**{field.name: params[field.name] for field in fields(Compute) if field.name in params})
 
 
 @dataclass(frozen=True)

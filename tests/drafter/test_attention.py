@@ -92,9 +92,9 @@ def test_flex_attention_takes_the_packed_row_and_sdpa_takes_over_when_it_cannot_
     expected = SdpaAttention(PACKING, ANCHORS, SLOTS, SIZE, 3)(*inputs)
     kernel = FlexAttention(PACKING, ANCHORS, SLOTS, SIZE, 3)
     monkeypatch.setattr(FlexAttention, "compiled", staticmethod(flex_attention))
-    monkeypatch.setattr(FlexAttention, "failed", False)
+    monkeypatch.setattr(FlexAttention, "off", False)
     with torch.no_grad():
-        assert torch.allclose(kernel(*inputs), expected, atol=1e-6) and not FlexAttention.failed
+        assert torch.allclose(kernel(*inputs), expected, atol=1e-6) and not FlexAttention.off
 
     def no_choices(*_, **__):
         raise RuntimeError("NoValidChoicesError: no valid choices")
@@ -102,8 +102,51 @@ def test_flex_attention_takes_the_packed_row_and_sdpa_takes_over_when_it_cannot_
     monkeypatch.setattr(FlexAttention, "compiled", staticmethod(no_choices))
     with pytest.warns(UserWarning, match="FlexAttention cannot be compiled here .*NoValidChoices.*takes its place"):
         assert torch.equal(kernel(*inputs), expected)
-    assert FlexAttention.failed and torch.equal(kernel(*inputs), expected), "said once, no second try"
+    assert FlexAttention.off and torch.equal(kernel(*inputs), expected), "said once, no second try"
     assert isinstance(make_attention(PACKING, ANCHORS, SLOTS, SIZE, None), SdpaAttention)
+
+
+def test_sdpa_takes_over_when_the_backward_pass_cannot_be_compiled(monkeypatch):
+    """Which is compiled when it is first called, and in a training that would be too late; so each of the first two
+    lengths of a batch is tried in the forward pass."""
+    class NoBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, queries, keys, values):
+            ctx.save_for_backward(keys, values)
+            return queries.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(tuple(grad.shape))
+            if len(seen) == fails_at:
+                raise RuntimeError("NoValidChoicesError: no valid choices")
+            return grad, *map(torch.zeros_like, ctx.saved_tensors)
+
+    monkeypatch.setattr(FlexAttention, "compiled", staticmethod(lambda *qkv, **_: NoBackward.apply(*qkv)))
+    monkeypatch.setattr(FlexAttention, "off", False)
+    monkeypatch.setattr(FlexAttention, "tried", set())
+    seen, fails_at = [], 2
+    first, *others = PACKING.num_context
+    lengths = [(first + more, *others) for more in (0, 0, 1, 2)]
+    given = [[torch.randn(shape) for shape in ((4, 5, SIZE, 16), *[(2, 5, SIZE, 16)] * 2, *[(2, sum(length), 16)] * 2)]
+             for length in lengths]
+    kernels = [FlexAttention(Packing(length, PACKING.num_blocks), ANCHORS, SLOTS, SIZE, 3)
+               for length in lengths]
+    for kernel, inputs in zip(kernels[:2], given, strict=False):
+        assert torch.equal(kernel(*inputs), inputs[0])
+    assert len(seen) == 1, "the same length is tried once"
+    with pytest.warns(UserWarning, match="FlexAttention cannot be compiled here"):
+        out = kernels[2](*given[2])
+    assert FlexAttention.off and torch.equal(out, kernels[2].fallback()(*given[2]))
+    monkeypatch.setattr(FlexAttention, "off", False)
+    fails_at = 0
+    for number in (2, 3):
+        kernels[number](*given[number])
+    assert len(seen) == 3, "a third length is computed by what was compiled for any"
+    with torch.no_grad():
+        monkeypatch.setattr(FlexAttention, "tried", set())
+        kernels[0](*given[0])
+    assert len(seen) == 3, "nothing to train"
 
 
 def test_groups_cover_every_block_once_with_its_own_document():

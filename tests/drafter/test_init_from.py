@@ -1,6 +1,7 @@
 """A training that begins from a drafter that exists: weights equal after, and every mismatch refused by name before."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from dflash_lib.drafter import DrafterError, TrainedDrafter, export_speculators,
 from dflash_lib.drafter.folder import save_drafter
 from dflash_lib.drafter.init_from import init_from, weights_hash
 from dflash_lib.drafter.network import FULL, SLIDING, DFlashDrafter, DrafterConfig
+from dflash_lib.drafter.training_job import begun_from
+from dflash_lib.files import write_json
 from tests.decoding.test_training_walk import make_drafter
+from tests.drafter.running import OPTIONS
 
 VOCAB = torch.tensor([2, 7, 90])
 
@@ -147,3 +151,20 @@ def test_a_folder_without_weights_is_refused_before_a_worker_starts(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DrafterError, match="no model.safetensors"):
         weights_hash(tmp_path)
+
+
+def test_a_begun_training_goes_on_without_the_folder_that_it_began_from(place, tmp_path):
+    options = replace(OPTIONS, init_from=str(place / "zlab"))
+    job, folder = tmp_path / "job", place / "zlab"
+    known = begun_from(job, options)
+    assert known == weights_hash(folder) and begun_from(job, OPTIONS) == ""
+    job.mkdir()
+    write_json(job / "job.json", {"options": {"init_from": known}})
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(DrafterError, match="no such drafter folder"):
+        begun_from(job, options)  # it has no weights of its own yet
+    (job / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert begun_from(job, options) == known
+    folder.mkdir()
+    with pytest.raises(DrafterError):
+        begun_from(job, options)  # there is something, but no drafter: another one may be meant

@@ -14,8 +14,8 @@ from dflash_lib.drafter.checkpoints import list_checkpoints
 from dflash_lib.drafter.dataset import TrainingData
 from dflash_lib.drafter.objective import batch_loss
 from dflash_lib.drafter.recipe import TrainingError
+from dflash_lib.drafter.termination import Termination
 from dflash_lib.drafter.training import NORMS_NEEDED, Trainer
-from dflash_lib.drafter.training_job import sigterm_noted
 from dflash_lib.drafter.training_log import read_log
 from dflash_lib.files import read_json
 from tests.drafter.running import (
@@ -136,7 +136,7 @@ def test_sigterm_saves_the_step_that_it_meets_and_the_run_goes_on_bit_for_bit(ti
     for stop_at in (3, 8, 12):
         trainer = Trainer(tiny_store, tiny_llama, tmp_path / "stopped", options)
         assert trainer.step == before
-        with sigterm_noted() as stopping:
+        with Termination() as stopping:
             assert trainer.run(lambda row, at=stop_at: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == at
                                else None, stopping) is None
         before = stop_at
@@ -149,6 +149,14 @@ def test_what_kills_left_of_checkpoints_goes_with_the_next_one(tmp_path):
     (tmp_path / ".step-00000007.partial" / ".state.safetensors").write_bytes(bytes(100))
     checkpoints.save_checkpoint(tmp_path, 9, {"weight.a": torch.ones(2)}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000009"]
+
+
+def test_a_step_that_is_saved_already_is_left_as_it_is(tmp_path):
+    """To remove it for a new one would leave nothing to a kill in between."""
+    first = checkpoints.save_checkpoint(tmp_path, 9, {"weight.a": torch.ones(2)}, {})
+    inode = first.stat().st_ino
+    assert checkpoints.save_checkpoint(tmp_path, 9, {"weight.a": torch.ones(2)}, {}) == first
+    assert first.stat().st_ino == inode and checkpoints.load_newest(tmp_path)[0] == first
 
 
 def test_asked_to_stop_before_the_first_step(tiny_store, tiny_llama, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -126,6 +127,34 @@ def test_a_killed_process_ends_the_job_and_one_alone_goes_on(tiny_store, tiny_ll
     with pytest.raises(KeyboardInterrupt):
         start_training(folder, options=options, compute=Compute(), on_row=stop_at_once, **job)
     assert went_on == [int(saved.name.removeprefix("step-")) + 1]
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_in_vain_ends_when_it_is_asked_to(tiny_store, tiny_llama, tmp_path):
+    """As with NCCL, whose survivors wait for a dead process for hours: gloo's wait for one that was halted."""
+    folder, pids, ended = tmp_path / "drafter", [], []
+
+    def halt_one(row):
+        if row["step"] >= 11 and not pids:
+            pids.extend(worker_of(rank, folder) for rank in (0, 1))
+            os.kill(pids[1], signal.SIGSTOP)
+            threading.Thread(target=ask_the_other).start()
+
+    def ask_the_other():
+        time.sleep(3)  # it is in the step that the halted one never takes
+        began = time.monotonic()
+        os.kill(pids[0], signal.SIGTERM)  # torchrun would
+        while Path(f"/proc/{pids[0]}").exists() and time.monotonic() - began < 100:
+            time.sleep(0.1)
+        ended.append(time.monotonic() - began)
+        os.kill(pids[1], signal.SIGCONT)
+
+    with pytest.raises(LaunchError):
+        start_training(folder, store=tiny_store.folder, model=tiny_llama.path, dtype="float32", device="cpu", threads=1,
+                       show=False, options=replace(OPTIONS, steps=100_000), compute=Compute(num_processes=2),
+                       on_row=halt_one)
+    assert ended[0] < 60
+    assert "has been stuck in the call below" in (folder / "logs" / "training_job.log").read_text()
 
 
 def test_a_process_that_fails_alone_ends_the_job(tiny_store, tiny_llama, tmp_path):

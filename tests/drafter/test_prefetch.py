@@ -7,6 +7,7 @@ import traceback
 import weakref
 
 import pytest
+import torch
 
 from dflash_lib.drafter.prefetch import Prefetched
 
@@ -52,6 +53,23 @@ def wait_idle(items: Prefetched) -> None:
             return
         threading.Event().wait(0.005)
     raise AssertionError("the thread never came to rest")
+
+
+def test_the_thread_takes_one_core_and_leaves_the_loop_its_own():
+    """Else two OpenMP teams fight for the cores: a training on two was slower with loading hidden than without."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with Prefetched(lambda number: torch.get_num_threads(), 0, 3) as items:
+            assert [items.next() for _ in range(4)] == [1] * 4
+            assert torch.get_num_threads() == 3
+        found = []
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert found == [3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_no_room_at_all_is_refused():

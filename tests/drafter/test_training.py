@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from dflash_lib.drafter.objective import TargetEnds, propose_everywhere
 from dflash_lib.drafter.recipe import TrainingError, TrainOptions, identity, learning_rate
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.drafter.training_job import open_job
-from dflash_lib.files import read_json
+from dflash_lib.files import read_json, write_json
 from dflash_lib.hidden_states.schema import StoreError
 from dflash_lib.hidden_states.store import HiddenStateStore
 from dflash_lib.job_status import read_status
@@ -240,6 +241,18 @@ def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
     (tmp_path / "thesis" / "thesis.txt").write_text("not a training folder")
     with pytest.raises(DrafterError, match="no job.json"):
         open_job(tmp_path / "thesis", {})
+
+
+def test_of_a_job_that_was_moved_aside_twice_the_one_that_came_farther_comes_back(tmp_path):
+    folder, job = tmp_path / "drafter", {"steps": 1}
+    for steps in (4, 8, 6):
+        (folder / "checkpoints" / f"step-{steps:08d}").mkdir(parents=True)
+        write_json(folder / "job.json", job)
+        open_job(folder, {"steps": 2})
+        shutil.rmtree(folder)
+    assert len(list(tmp_path.glob("drafter-*"))) == 3
+    assert open_job(folder, job) == "continues" and [p.name for p in list_checkpoints(folder / "checkpoints")] == [
+        "step-00000008"]
 
 
 def test_two_trainers_in_one_folder_are_refused(tiny_store, tiny_llama, tmp_path):

@@ -122,18 +122,18 @@ def test_what_would_stop_it(job, tmp_path, monkeypatch):
     assert "PyTorch sees no CUDA device" in obstacles(job(device="cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "num_processes: 3 train, each on a GPU of its own; PyTorch sees 2" in obstacles(
-        job(device="cuda", num_processes=3))
+        job(device="cuda", num_processes=3, batch_samples=3))
     assert "num_processes" not in obstacles(job(device="cuda", num_processes=2))
 
 
 def test_training_processes_share_the_work(job, monkeypatch):
     """Four read the target's files each and take a quarter of the time; a step's two rows are one in each of two."""
-    one, two, four = (stage(plan_job(job(num_processes=n)), "06_train") for n in (1, 2, 4))
+    one, two, four = (stage(plan_job(job(num_processes=n, batch_samples=8)), "06_train") for n in (1, 2, 4))
     assert four.hours - 0.1 == pytest.approx((one.hours - 0.1) / 4) and four.resources == "4 on cpu"
     assert four.reads - one.reads == pytest.approx(3 * 246_592 * 4)
     assert two.memory < one.memory and stage(plan_job(job(accumulate=2)), "06_train").memory < one.memory
     monkeypatch.setattr(job_plan, "free_memory", lambda *_: 2 * one.memory)
-    assert "06_train" not in obstacles(job()) and "06_train: takes" in obstacles(job(num_processes=8)), "main memory"
+    assert "06_train" not in obstacles(job()) and "06_train: takes" in obstacles(job(num_processes=8, batch_samples=8)), "main memory"
 
 
 
