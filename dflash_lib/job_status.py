@@ -84,6 +84,12 @@ class JobStatus:
             worker.points.popleft()
         self._write_now_and_then()
 
+    def stands_at(self, done: int) -> None:
+        """Of a job that ends early: what is kept, from which it goes on; its workers may have come farther."""
+        self.start, self.passed = done, 0
+        for worker in self.workers.values():
+            worker.done = 0
+
     @property
     def done(self) -> int:
         """Units that are done, those of earlier calls included."""

@@ -65,10 +65,14 @@ def open_job(folder: Path, job: dict[str, Any]) -> str:
     return "finished" if (folder / "summary.json").exists() else "continues"
 
 
-def _progress(folder: Path) -> tuple[bool, str]:
+def saved_step(folder: Path) -> int:
+    """The step from which the training in `folder` goes on."""
+    return max((int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints")), default=0)
+
+
+def _progress(folder: Path) -> tuple[bool, int]:
     """Orders trainings of the same job by how far they came."""
-    return (folder / "summary.json").exists(), max((path.name for path in list_checkpoints(folder / "checkpoints")),
-                                                   default="")
+    return (folder / "summary.json").exists(), saved_step(folder)
 
 
 def begun_from(folder: Path, options: TrainOptions) -> str:
@@ -103,14 +107,21 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
     with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
+        if state == "continues" and not list_checkpoints(folder / "checkpoints"):
+            state = "new"  # what began it was ended before it had saved anything
         if state != "finished":
             with (Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress,
                   JobStatus(folder / "logs" / "training.status.json", "training", options.steps, "steps",
-                            disk=folder) as status):
-                run_torchrun("dflash_lib.drafter.training_job",
-                             [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
-                              json.dumps(asdict(compute)), options.init_from], compute.num_processes,
-                             folder / "logs", threads, follow(progress, status, device, on_row), grace_s=SAVING_GRACE_S)
+                            saved_step(folder), disk=folder) as status):
+                try:
+                    run_torchrun("dflash_lib.drafter.training_job",
+                                 [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
+                                  json.dumps(asdict(compute)), options.init_from], compute.num_processes,
+                                 folder / "logs", threads, follow(progress, status, device, on_row),
+                                 grace_s=SAVING_GRACE_S)
+                except BaseException:
+                    status.stands_at(saved_step(folder))
+                    raise
     if not (folder / "summary.json").exists():  # SIGTERM to the workers, not to this process
         raise TrainingError(f"{folder}: its workers were asked to stop (SIGTERM) and have saved the step that they "
                             "were at, see logs/training_job.log there. Start it again: it goes on from that step")

@@ -36,7 +36,7 @@ def differences_figure(comparisons: Sequence[Comparison], values: Mapping[str, s
         left.plot(d.value, y, color=COLOURS[colour], marker=marker, markersize=7, linestyle="none")
         right.plot([0, row.cost], [y, y], color=COLOURS["sky"], linewidth=7, solid_capstyle="butt")
         right.annotate(f"{row.cost:.2f}", (row.cost, y), xytext=(5, 0), textcoords="offset points", va="center",
-                       fontsize=8)
+                       fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # the line at 1 below
     left.axvline(0, color=COLOURS["black"], linewidth=0.9)
     right.axvline(1, color=COLOURS["black"], linewidth=0.9)
     left.set_yticks(range(len(rows)), [f"{FACTORS[row]}, base {values[row]}" if isinstance(row, str) else row.level.name

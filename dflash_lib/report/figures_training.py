@@ -117,9 +117,10 @@ def slot_accuracy_figure(steps: list[dict[str, Any]]) -> Figure:
     figure, axis = new_figure(height=3.2)
     hits, counts = np.array([row["slot_hits"] for row in steps]), np.array([row["slot_counts"] for row in steps])
     window, x = max(1, len(steps) // 25), [row["step"] for row in steps]
-    for slot in range(0 if counts[:, 0].any() else 1, hits.shape[1]):  # the anchor's own where it drafts, too
+    first = 0 if counts[:, 0].any() else 1  # the anchor's own slot where it drafts: then it says the first token
+    for slot in range(first, hits.shape[1]):
         share = smooth(hits[:, slot], window) / np.maximum(smooth(counts[:, slot], window), 1e-9)
-        axis.plot(x, 100 * share, label=f"slot {slot}", linestyle="-" if slot < 5 else "--")
+        axis.plot(x, 100 * share, label=f"slot {slot + 1 - first}", linestyle="-" if slot < 5 else "--")
     label(axis, x="optimizer step", y="right first choices (%)",
           title="Training accuracy by slot: the further ahead, the harder")
     axis.legend(ncols=4)

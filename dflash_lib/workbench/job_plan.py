@@ -18,6 +18,9 @@ import torch
 from dflash_lib.conversations.templates import ChatTemplate
 from dflash_lib.decoding.cache import DecodingError, TargetCache
 from dflash_lib.decoding.eval_prompts import read_prompts
+from dflash_lib.drafter.checkpoints import list_checkpoints
+from dflash_lib.drafter.exported import find_drafter
+from dflash_lib.drafter.folder import DrafterError
 from dflash_lib.files import human_bytes, nearest_existing
 from dflash_lib.hidden_states.plan import PLAN_FILE, ExtractionPlan, describe_differences
 from dflash_lib.hidden_states.schema import StoreError
@@ -162,6 +165,7 @@ def plan_job(params_file: Path | str, runs_dir: Path | None = None, run_id: str 
                        *_too_few_devices(params), *_too_little_memory(plan, params),
                        *_disks(store, folder, num_tokens * each),
                        *(_another_store(store, list(layer_ids), params) if "04_extract" in chosen else []),
+                       *(_no_drafter(params, folder) if "06_train" in chosen else []),
                        *(_target_obstacles(config_folder, params) if "07_evaluate" in chosen else []),
                        *(f"{line.found}: {line.to_do}" for line in version_lines() if line.level == RED)]
     return plan
@@ -238,6 +242,17 @@ def _missing_inputs(params: dict[str, Any], here: Path | None, weights: int) -> 
         if not path.exists():
             found.append(f"{name}: {path}: no such file or folder")
     return found
+
+
+def _no_drafter(params: dict[str, Any], folder: Path) -> list[str]:
+    """`init_from` without a drafter in it; a training that has begun needs it no more."""
+    if not params["init_from"] or list_checkpoints(folder / "drafter" / "checkpoints"):
+        return []
+    try:
+        find_drafter(REPOSITORY / Path(params["init_from"]).expanduser())
+    except DrafterError as error:
+        return [f"init_from: {error}"]
+    return []
 
 
 def _heldout_prompts(params: dict[str, Any], here: Path | None, plan: JobPlan) -> int:

@@ -20,6 +20,7 @@ from dflash_lib.drafter.dataset import TrainingData, share_out
 from dflash_lib.drafter.recipe import TrainOptions
 from dflash_lib.drafter.training import Trainer
 from dflash_lib.hidden_states.store import HiddenStateStore
+from dflash_lib.job_status import read_status
 from dflash_lib.launch import LaunchError
 from dflash_lib.target.loading import load_target
 
@@ -119,6 +120,8 @@ def test_a_killed_process_ends_the_job_and_one_alone_goes_on(tiny_store, tiny_ll
     assert killed and time.monotonic() - killed[0] < 60, "the issue's own limit"
     saved = list_checkpoints(folder / "checkpoints")[-1]
     assert not (folder / "summary.json").exists()
+    status = read_status(folder / "logs" / "training.status.json")
+    assert (status["state"], f"step-{status['done']:08d}") == ("failed", saved.name), "it goes on from there"
 
     def stop_at_once(row):
         went_on.append(row["step"])
@@ -127,6 +130,8 @@ def test_a_killed_process_ends_the_job_and_one_alone_goes_on(tiny_store, tiny_ll
     with pytest.raises(KeyboardInterrupt):
         start_training(folder, options=options, compute=Compute(), on_row=stop_at_once, **job)
     assert went_on == [int(saved.name.removeprefix("step-")) + 1]
+    status, newest = read_status(folder / "logs" / "training.status.json"), list_checkpoints(folder / "checkpoints")[-1]
+    assert (status["state"], f"step-{status['done']:08d}") == ("stopped", newest.name)
 
 
 @pytest.mark.slow

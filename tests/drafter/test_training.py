@@ -313,6 +313,9 @@ def test_impossible_options_are_refused_by_name(bad):
 def test_training_through_torchrun_and_a_second_call(tiny_store, tiny_llama, tmp_path, capsys):
     job = {"store": tiny_store.folder, "model": tiny_llama.path, "dtype": "float32", "device": "cpu", "threads": 1,
            "options": OPTIONS}
+    with pytest.raises(LaunchError):  # it ends before it has saved anything
+        start_training(tmp_path / "drafter", **job | {"threads": "none"})
+    assert (tmp_path / "drafter" / "job.json").exists()
     assert start_training(tmp_path / "drafter", **job)["job"] == "new"
     assert "train: 12/12 steps" in capsys.readouterr().out
     status = read_status(tmp_path / "drafter" / "logs" / "training.status.json")

@@ -53,7 +53,7 @@ def test_the_anchors_slot_is_drawn_where_it_drafts():
     assert [line.get_label() for line in axis.lines] == ["slot 1", "slot 2"]
     anchored = [row | {"slot_hits": [2, 3, 1], "slot_counts": [4, 4, 4]} for row in STEPS]
     axis, = figures.slot_accuracy_figure(anchored).axes
-    assert [line.get_label() for line in axis.lines] == ["slot 0", "slot 1", "slot 2"]
+    assert [line.get_label() for line in axis.lines] == ["slot 1", "slot 2", "slot 3"]
     assert lines(axis)[0][1] == pytest.approx([50] * 50)
 
 

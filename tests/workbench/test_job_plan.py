@@ -70,6 +70,15 @@ def test_more_validation_samples_than_samples_would_stop_it(job):
     assert "leave none to train on" not in plan_job(job(max_samples=9, validation_samples=8)).text()
 
 
+def test_a_drafter_to_begin_from_that_is_not_there_would_stop_it(job, tmp_path):
+    missing = job(init_from=str(tmp_path / "nowhere"))
+    assert "init_from: " in plan_job(missing).text() and "no such drafter folder" in plan_job(missing).text()
+    assert "init_from: " not in plan_job(job()).text()
+    begun = tmp_path / "runs" / "job" / "drafter" / "checkpoints" / "step-00000004"
+    begun.mkdir(parents=True)
+    assert "init_from: " not in plan_job(missing).text(), "it has weights of its own by now"
+
+
 def test_rates_of_an_earlier_run_take_the_stated_ones_place(job, tmp_path):
     folder = tmp_path / "runs" / "job"
     write_params(folder, {})
@@ -133,7 +142,8 @@ def test_training_processes_share_the_work(job, monkeypatch):
     assert four.reads - one.reads == pytest.approx(3 * 246_592 * 4)
     assert two.memory < one.memory and stage(plan_job(job(accumulate=2)), "06_train").memory < one.memory
     monkeypatch.setattr(job_plan, "free_memory", lambda *_: 2 * one.memory)
-    assert "06_train" not in obstacles(job()) and "06_train: takes" in obstacles(job(num_processes=8, batch_samples=8)), "main memory"
+    assert "06_train" not in obstacles(job())
+    assert "06_train: takes" in obstacles(job(num_processes=8, batch_samples=8)), "main memory"
 
 
 
