@@ -16,6 +16,8 @@ from types import TracebackType
 
 PATIENCE_S = 30.0  # in one call that does not come back, before the process is taken for stuck
 TICK_S = 0.5
+PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)  # what Py_AddPendingCall takes
+_calls = []  # never let go: one that was freed while it is pending would be called all the same
 
 
 class Termination:
@@ -65,7 +67,8 @@ class Termination:
                 return
             if signal.SIGTERM in signals:
                 break
-        beat = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._beat)
+        beat = PENDING(self._beat)
+        _calls.append(beat)
         still, beats = 0.0, -1
         while not self._done.wait(TICK_S):
             if self._beats != beats or self.saving():
