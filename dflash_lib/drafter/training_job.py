@@ -38,7 +38,7 @@ from dflash_lib.target.ends import load_ends, meta_target
 
 
 def open_job(folder: Path, job: dict[str, Any]) -> str:
-    """Makes `folder` the place of `job`. Returns "new", "continues" or "finished".
+    """Makes `folder` the place of `job`. Returns "new" (also where nothing was saved yet), "continues" or "finished".
 
     A folder of another job is moved aside to `<folder>-<hash>`; one of this job that was moved aside earlier comes
     back. Raises DrafterError for a folder with files that are no training job.
@@ -62,7 +62,9 @@ def open_job(folder: Path, job: dict[str, Any]) -> str:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "job.json", job)
             return "new"
-    return "finished" if (folder / "summary.json").exists() else "continues"
+    if (folder / "summary.json").exists():
+        return "finished"
+    return "continues" if list_checkpoints(folder / "checkpoints") else "new"
 
 
 def saved_step(folder: Path) -> int:
@@ -107,8 +109,6 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     parent, lock = lock_beside(folder)  # `open_job` may move it aside
     with folder_lock(parent, "training", lock):
         state = open_job(folder, job)
-        if state == "continues" and not list_checkpoints(folder / "checkpoints"):
-            state = "new"  # what began it was ended before it had saved anything
         if state != "finished":
             with (Progress(options.steps, "train", "steps", stream=None if show else io.StringIO()) as progress,
                   JobStatus(folder / "logs" / "training.status.json", "training", options.steps, "steps",

@@ -228,6 +228,8 @@ def test_another_job_moves_the_old_folder_aside_and_it_comes_back(tmp_path):
     folder = tmp_path / "drafter"
     assert open_job(folder, {"steps": 1}) == "new"
     (folder / "weights").write_text("precious")
+    assert open_job(folder, {"steps": 1}) == "new", "nothing was saved yet"
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert open_job(folder, {"steps": 1}) == "continues"
     assert open_job(folder, {"steps": 2}) == "new"
     assert [p.read_text() for p in tmp_path.glob("drafter-*/weights")] == ["precious"]
