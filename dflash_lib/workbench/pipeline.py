@@ -6,8 +6,6 @@ read from earlier notebooks, and the files that it used or made in the run. A co
 and checkpoints are kept or discarded by their own plan and configuration only.
 """
 
-import logging
-import os
 import signal
 import sys
 import time
@@ -19,8 +17,9 @@ from typing import Any, TextIO
 
 from dflash_lib.files import hash_file, hash_tree, hash_value, read_json, write_json
 from dflash_lib.job_status import JobStatus
-from dflash_lib.launch import AGENT_S, ONE_MACHINE, SAVING_GRACE_S, Nodes
+from dflash_lib.launch import ONE_MACHINE, Nodes
 from dflash_lib.locks import folder_lock
+from dflash_lib.workbench.kernels import execute_notebook, kernel_environment
 from dflash_lib.workbench.parameters import (
     RUN_DIR,
     Parameter,
@@ -31,7 +30,6 @@ from dflash_lib.workbench.parameters import (
 )
 from dflash_lib.workbench.runs import (
     INPUT_PARAMETERS,
-    PIPELINE_PID,
     REPOSITORY,
     RUN_STATUS,
     RunError,
@@ -44,7 +42,6 @@ from dflash_lib.workbench.runs import (
 )
 
 PACKAGE = Path(__file__).resolve().parents[1]
-KERNEL_GRACE_S = SAVING_GRACE_S + AGENT_S + 15.0  # at most: an interrupted kernel waits for its job, and answers then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,90 +276,9 @@ def _written_later(folder: Path, name: str) -> dict[str, list[int]]:
     return found
 
 
-def execute_notebook(notebook: Path, out: Path, values: dict[str, Any], stream: TextIO) -> str:
-    """Executes `notebook` with papermill into `out`, which is there afterwards even when a cell failed.
-
-    Returns "" or what went wrong: the failing cell's error, or that the kernel died.
-    """
-    import papermill
-    from jupyter_client.kernelspec import NoSuchKernel
-    from jupyter_client.manager import AsyncKernelManager
-    from nbclient.exceptions import DeadKernelError
-
-    class PatientManager(AsyncKernelManager):
-        """An interrupted kernel ends when its job has saved and ended, not seconds before: the next run would find the
-        lock free and the older checkpoint."""
-
-        shutdown_wait_time = 2 * KERNEL_GRACE_S  # at half of it jupyter_client sends SIGTERM
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns of annotations that it does not understand
-    try:
-        papermill.execute_notebook(
-            notebook, out, values, kernel_name="python3", kernel_manager_class=PatientManager, language="python",
-            cwd=REPOSITORY, progress_bar=False,
-            extra_arguments=["--IPKernelApp.log_level=50"],  # else it warns of its TCP transport on every start
-            stdout_file=_Indented(stream), stderr_file=_Indented(stream))
-    except KeyboardInterrupt:
-        for name in ("asyncio", "traitlets", "nbclient"):  # that the kernel ended while they waited for it is no news
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-        raise
-    except papermill.PapermillExecutionError as error:
-        return f"{notebook.stem}: cell {error.cell_index} raised {error.ename}: {error.evalue}"
-    except (DeadKernelError, RuntimeError) as error:  # nbclient raises RuntimeError for a kernel that never answered
-        _keep_whole(out)
-        return (f"{notebook.stem}: its kernel died ({error}). Most often it ran out of memory: look at `dmesg`, and "
-                "lower token_budget or batch_samples. Running again continues from here.")
-    except NoSuchKernel as error:
-        return f"{notebook.stem}: no Jupyter kernel {error.name!r}; install ipykernel into this environment"
-    return ""
-
-
-def _keep_whole(out: Path) -> None:
-    """papermill saves after every cell; a kernel that died before the first one leaves no file to look at."""
-    import nbformat  # half a second or more, which `status` need not spend
-
-    if not out.is_file():
-        nbformat.write(nbformat.v4.new_notebook(), out)
-
-
-class _Indented:
-    """Passes a kernel's output on, two spaces in; a live bar's redrawing is left to JupyterLab."""
-
-    def __init__(self, stream: TextIO):
-        self.stream, self.at_start = stream, True
-
-    def write(self, text: str) -> None:
-        for line in text.splitlines(keepends=True):
-            self.stream.write(f"  {line}" if self.at_start else line)
-            self.at_start = line.endswith("\n")
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-
 def _say(stream: TextIO, text: str) -> None:
     stream.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
     stream.flush()
-
-
-@contextmanager
-def kernel_environment(nodes: Nodes) -> Iterator[None]:
-    """What the kernels inherit: this package first on the path, this environment's kernel, who started them, and the
-    machines that share the job."""
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    values = {PIPELINE_PID: str(os.getpid()), "JUPYTER_PREFER_ENV_PATH": "1", "PYTHONPATH": path,
-              **nodes.environment(), "TQDM_DISABLE": "1"}  # other libraries' bars would fill the executed notebooks
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

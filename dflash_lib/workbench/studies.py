@@ -7,8 +7,9 @@ from typing import Any, TextIO
 
 from dflash_lib.launch import ONE_MACHINE
 from dflash_lib.locks import folder_lock
+from dflash_lib.workbench.kernels import execute_notebook, kernel_environment
 from dflash_lib.workbench.parameters import RUN_DIR, ParameterError, convert, declared_parameters
-from dflash_lib.workbench.pipeline import execute_notebook, kernel_environment, sigterm_interrupts
+from dflash_lib.workbench.pipeline import sigterm_interrupts
 from dflash_lib.workbench.runs import STUDIES, RunError, load_record, study_names
 
 

@@ -283,16 +283,3 @@ def test_a_run_id_that_is_no_plain_name(job, run_id):
     with pytest.raises(RunError, match="run id"):
         run(job, run_id=run_id)
     assert not (job / "x").exists() and not list(job.glob("runs/*"))
-
-
-def test_a_run_that_is_stopped_ends_after_its_job_has_saved(tmp_path):
-    """Not 2.5 seconds after the signal, as kernels are wont to: the next run would find an older checkpoint, and the
-    job's processes still there."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(
-        "import os, signal, time\nfrom pathlib import Path\ntry:\n"
-        f"    os.kill({os.getpid()}, signal.SIGTERM)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n"
-        f"    time.sleep(5)  # what launch.run_torchrun waits for\n    Path({str(tmp_path / 'saved')!r}).touch()")])
-    nbformat.write(notebook, tmp_path / "n.ipynb")
-    with pytest.raises(KeyboardInterrupt), pipeline.sigterm_interrupts():
-        pipeline.execute_notebook(tmp_path / "n.ipynb", tmp_path / "out" / "n.ipynb", {}, StringIO())
-    assert (tmp_path / "saved").exists()
