@@ -61,9 +61,9 @@ def _manager_class() -> type:
     class KernelManager(AsyncKernelManager):
         """Waits for an interrupted kernel as long as its job saves, and for one without a job some seconds.
 
-        The first, because the next run would find the lock taken or the older checkpoint. The second, because
-        jupyter_client interrupts a kernel before it asks it to end, and ipykernel 7.4, hit right after a cell, now and
-        then never ends.
+        The first, because the next run would find the lock taken or the older checkpoint. The second, because a kernel
+        of ipykernel 7.4 now and then does not end when it is asked to: its control thread, which answers, waits for a
+        thread that the main thread has ended already, most often for ten seconds, now and then for good.
         """
 
         shutdown_wait_time = 2 * JOB_GRACE_S  # at half of it jupyter_client sends SIGTERM itself
