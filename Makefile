@@ -10,6 +10,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PARAMS ?= notebooks/params/demo.yaml
 RUN ?= runs/demo
+# most tests use one core: two of them at a time
+PYTEST := $(BIN)/python -m pytest -n 2
 
 .PHONY: venv demo demo-hybrid test test-full test-serving clean
 
@@ -30,10 +32,10 @@ demo-hybrid: $(STAMP)
 	$(BIN)/python -m dflash_lib run notebooks/params/demo_hybrid.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-serving: $(STAMP)
 	@test -x "$(SERVING_PYTHON)" || { echo "set SERVING_PYTHON to the Python of an environment with vLLM"; exit 2; }

@@ -18,6 +18,20 @@ DATA = Path(__file__).parent / "data"
 REPOSITORY = Path(__file__).parent.parent
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist the tests run in one process
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests go to one process, so that what its fixtures make is made once; those of tests/notebooks, which
+    share an executed run, all go to one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "tests/notebooks" if file.startswith("tests/notebooks/") else file
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama_folder(tmp_path_factory) -> Path:
     """Folder of the tiny dense target. Shared: copy it before changing anything."""
