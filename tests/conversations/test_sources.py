@@ -201,7 +201,7 @@ def test_splits_of_a_folder_are_not_joined(tmp_path, names, message):
 
 
 @pytest.mark.parametrize(("data", "message"), [
-    (gzip.compress(b'{"a": 1}'), "c.jsonl: is gzip-compressed; unpack it"),
+    (gzip.compress(b'{"a": 1}', mtime=0), "c.jsonl: is gzip-compressed; unpack it"),
     ('{"a": 1}'.encode("utf-16"), "c.jsonl: is UTF-16"),
     (b'{"a": 1}\n{"b": ' + b"[" * 100_000, "line 2: not valid JSON"),
     (b'{"a": ' + b"1" * 5000 + b"}", "line 1: not valid JSON .*digits"),
