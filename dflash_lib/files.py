@@ -63,9 +63,17 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
 
 
 def write_atomic(path: Path | str, write: Callable[[Any], None]) -> None:
-    """Calls `write(file)` on a binary file that becomes `path` only when it returned."""
-    with atomic_path(path) as partial, open(partial, "wb") as f:
-        write(f)
+    """Calls `write(file)` on a binary file that becomes `path` only when it returned.
+
+    An OSError that names no file, as that of a full disk does, gets this one's name.
+    """
+    try:
+        with atomic_path(path) as partial, open(partial, "wb") as f:
+            write(f)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: Path | str, text: str) -> None:

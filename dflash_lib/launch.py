@@ -19,10 +19,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,49 @@ def _first_failure(error_folder: Path) -> tuple[int, str] | None:
     return min(found)[1:] if found else None
 
 
+class _Log:
+    """A context manager: the workers' output in a file, its last lines in `tail`.
+
+    A log that cannot be written (its disk is full, a file server is away) ends no job: that is said once on stderr, and
+    `whole` is False from then on.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.whole, self.file = path, True, None
+        self.tail: deque[str] = deque(maxlen=120)  # torchrun's own words about a failure take some 50 lines
+
+    def __enter__(self) -> "_Log":
+        with self._said():
+            self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed in __exit__
+        return self
+
+    def write(self, line: str) -> None:
+        """A line of the workers."""
+        self.tail.append(line)
+        self.note(line)
+
+    def note(self, line: str) -> None:
+        """A line that is no output of theirs."""
+        if self.file is not None:
+            with self._said():
+                self.file.write(line)
+                self.file.flush()
+
+    def __exit__(self, *_: Any) -> None:
+        if self.file is not None:
+            with self._said():
+                self.file.close()  # tries once more what could not be written
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as failed:  # of what else lies on that disk, the workers find out
+            if self.whole:
+                print(f"{self.path}: the log cannot be written ({failed}); the job goes on", file=sys.stderr)
+            self.whole = False
+
+
 def _terminate(process: subprocess.Popen, grace_s: float) -> None:
     """SIGTERM to the agent, which ends its workers; after a grace SIGKILL to its group (workers end with the agent)."""
     if process.poll() is None:
@@ -144,6 +188,16 @@ def _terminate(process: subprocess.Popen, grace_s: float) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _start_agent(args: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
+    """Starts this module as torchrun's agent; its stdout carries what all workers print."""
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen([sys.executable, "-m", "dflash_lib.launch", str(os.getpid()), *args],
+                            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            errors="replace", start_new_session=True)
 
 
 def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: Path | str, threads: int,
@@ -162,53 +216,45 @@ def run_torchrun(module: str, args: Sequence[str], num_processes: int, log_dir: 
     """
     log_dir = Path(log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
-    log = log_dir / f"{module.rpartition('.')[2]}{f'.node{nodes.rank}' if nodes.rank else ''}.log"
-    error_folder = log_dir / f"errors-{uuid.uuid4().hex[:8]}"
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, **nodes.environment(), **(environment or {}), "OMP_NUM_THREADS": str(threads),
-           "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "dflash_lib.launch", str(os.getpid()),
-               *nodes.arguments(module.rpartition(".")[2]), f"--nproc-per-node={num_processes}", "--max-restarts=0",
-               f"--log-dir={error_folder}", "--module", module, *map(str, args)]
-    tail: deque[str] = deque(maxlen=120)  # torchrun's own words about a failure take some 50 lines
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
-    try:
-        with open(log, "a", encoding="utf-8") as log_file:
+    path = log_dir / f"{module.rpartition('.')[2]}{f'.node{nodes.rank}' if nodes.rank else ''}.log"
+    # The error files are not in log_dir: what fails may be its disk.
+    with tempfile.TemporaryDirectory(prefix="dflash-errors-") as errors, _Log(path) as log:
+        process = _start_agent([*nodes.arguments(module.rpartition(".")[2]), f"--nproc-per-node={num_processes}",
+                                "--max-restarts=0", f"--log-dir={errors}", "--module", module, *map(str, args)],
+                               {**nodes.environment(), **(environment or {}), "OMP_NUM_THREADS": str(threads),
+                                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s))})
+        try:
             of = f", node {nodes.rank} of {nodes.num}" if nodes.num > 1 else ""
-            log_file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {module} in {num_processes} process(es){of}\n")
+            log.note(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {module} in {num_processes} process(es){of}\n")
             for line in process.stdout:
                 if line.startswith(PROGRESS_MARK):
                     if on_progress is not None:
                         on_progress(json.loads(line[len(PROGRESS_MARK):]))
                 else:
-                    log_file.write(line)
-                    log_file.flush()
-                    tail.append(line)
-        code = process.wait()
-    finally:
-        _terminate(process, grace_s)
-        process.stdout.close()
-        failure = _first_failure(error_folder)
-        _remove_tree(error_folder)
+                    log.write(line)
+            code = process.wait()
+        finally:
+            _terminate(process, grace_s)
+            process.stdout.close()
+            failure = _first_failure(Path(errors))
     if code == 0:
         return
+    end = "".join(log.tail)
     machine = f" on node {nodes.rank} of {nodes.num}" if nodes.num > 1 else ""
-    killed = KILLED.search("".join(tail))
+    killed = KILLED.search(end)
     if killed is not None:  # what the others raise then ("connection reset") is not the cause
         name, rank = signal.Signals(int(killed[1])).name, int(killed[2]) + nodes.rank * num_processes
         why = ": the system may have run out of memory" if name == "SIGKILL" else ""
         raise LaunchError(f"{module}: rank {rank} of {num_processes * nodes.num}{machine} was killed by {name}{why}. "
-                          f"The end of its output ({log}):\n{''.join(tail)}", rank)
+                          f"The end of its output ({path}):\n{end}", rank)
     if failure is not None and failure[1]:
         rank, traceback = failure  # the log has the traceback, too
         where = f"rank {rank} of {num_processes}{machine}"
         raised = _for_the_user(traceback)
-        raise LaunchError(f"{module}: {raised} ({where}; traceback in {log})" if raised else
-                          f"{module}: {where} failed (output: {log}):\n{traceback}", rank)
+        raise LaunchError(f"{module}: {raised} ({where}{f'; traceback in {path}' if log.whole else ''})" if raised else
+                          f"{module}: {where} failed (output: {path}):\n{traceback}", rank)
     raise LaunchError(f"{module}: ended with code {code} and left no traceback; was it killed, or out of memory? "
-                      f"The end of its output ({log}):\n{''.join(tail)}", failure[0] if failure is not None else None)
+                      f"The end of its output ({path}):\n{end}", failure[0] if failure is not None else None)
 
 
 def _for_the_user(traceback: str) -> str:
@@ -218,14 +264,6 @@ def _for_the_user(traceback: str) -> str:
                       r'(?:ValueError|dflash_lib\.[\w.]+): ((?:.|\n)*)\Z', traceback, re.MULTILINE)
     ours = found is not None and Path(found[1]).is_relative_to(Path(__file__).resolve().parent)
     return found[2].strip() if ours else ""
-
-
-def _remove_tree(folder: Path) -> None:
-    """Removes torchrun's folder of empty logs and error files."""
-    for path in sorted(folder.glob("**/*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    if folder.is_dir():
-        folder.rmdir()
 
 
 def _guard(argv: list[str]) -> None:

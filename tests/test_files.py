@@ -32,3 +32,16 @@ def test_a_new_folder_is_made_durable_with_those_above_it(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         files.make_folder(tmp_path / "file")
+
+
+def test_a_disk_that_is_full_is_named_and_the_old_file_stays(tmp_path):
+    """The kernel enforces a limit on a child's files; as with a full disk, its error names none."""
+    files.write_json(tmp_path / "a.json", 1)
+    code = ("import resource; from dflash_lib.files import write_json\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+            "try: write_json('a.json', 'x' * 9000)\n"
+            "except OSError as error: print(error)")
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True,
+                           env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])})
+    assert child.stdout == "[Errno 27] File too large: 'a.json'\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and files.read_json(tmp_path / "a.json") == 1

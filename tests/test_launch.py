@@ -98,6 +98,20 @@ def test_progress_arrives_output_is_logged_and_nothing_else_is_left(tmp_path):
     assert "plain output of rank 0" in text and "@progress" not in text
 
 
+@pytest.mark.parametrize("fault", ["No space left on device", "Is a directory"])
+def test_a_log_that_cannot_be_written_ends_no_job_and_hides_no_error(tmp_path, capfd, fault):
+    log = tmp_path / "launch_worker.log"
+    log.mkdir() if fault == "Is a directory" else log.symlink_to("/dev/full")
+    seen = []
+    run_torchrun(WORKER, ["work"], 2, tmp_path, threads=1, on_progress=seen.append)
+    assert sorted(p["rank"] for p in seen) == [0, 1]
+    said = capfd.readouterr().err
+    assert said.count("the log cannot be written") == 1 and str(log) in said and fault in said
+    with pytest.raises(LaunchError, match="ValueError: the disk of rank one is full") as caught:
+        run_torchrun(WORKER, ["fail"], 2, tmp_path, threads=1)
+    assert caught.value.rank == 1 and "in main" in str(caught.value)
+
+
 def test_an_exception_in_the_parent_ends_the_job(tmp_path):
     pids = []
 
