@@ -32,6 +32,12 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
+    def signed(self) -> str:
+        """As a difference: "+0.200 (+0.150 to +0.250)"; without bounds where they are one number, as those of a single
+        seed are: that says nothing about noise."""
+        bounds = "" if self.low == self.high else f" ({self.low:+.3f} to {self.high:+.3f})"
+        return f"{self.value:+.3f}{bounds}"
+
 
 def acceptance_length(steps: Sequence[Step]) -> float:
     """Tokens added a verify step, from 1 to block_size. Raises ValueError without any step."""

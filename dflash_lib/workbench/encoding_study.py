@@ -121,9 +121,8 @@ def forms_table(costs: Sequence[FormCost], outcomes: Sequence[Outcome]):
         else:
             same = "" if outcome.name == cost.form.name else " (same values)"
             row += [f"{outcome.acceptance}{same}",
-                    *(("", "") if outcome is outcomes[0] else (f"{interval.value:+.3f} ({interval.low:+.3f} to "
-                                                               f"{interval.high:+.3f})"
-                      for interval in (outcome.ahead_of(outcomes[0]), outcome.ahead_by_seed(outcomes[0]))))]
+                    *(("", "") if outcome is outcomes[0] else (
+                        outcome.ahead_of(outcomes[0]).signed(), outcome.ahead_by_seed(outcomes[0]).signed()))]
         rows.append(row)
     return pd.DataFrame(rows, columns=[
         "aux states", "last state", "bytes a token", "times smaller", "write MB/s", "read MB/s", "read k tokens/s",

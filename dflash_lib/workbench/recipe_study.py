@@ -280,16 +280,12 @@ def comparison_table(base: Outcome, comparisons: Sequence[Comparison]):
 
     rows = [[BASE, "", str(base.acceptance), "", "", "", f"{min(base.seconds):.1f}", "1.00", ""]]
     rows += [[FACTORS[c.level.factor], c.level.name, str(c.outcome.acceptance),
-              *map(_signed, (c.difference, c.prompts, c.seeds)), f"{min(c.outcome.seconds):.1f}",
+              c.difference.signed(), c.prompts.signed(), c.seeds.signed(), f"{min(c.outcome.seconds):.1f}",
               f"{c.cost:.2f}", c.verdict] for c in comparisons]
     return pd.DataFrame(rows, columns=[
         "factor", "level", "acceptance length", "difference", "over prompts alone", "over seeds alone", "seconds",
         "times the base's", "verdict"]
         ).set_index(["factor", "level"])
-
-
-def _signed(interval: Interval) -> str:
-    return f"{interval.value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
 
 
 def summary(verdicts: Sequence[FactorVerdict]) -> str:

@@ -178,6 +178,8 @@ def test_one_seed_or_prompt_is_not_judged():
         found, = compare(base, [other], levels_like(1))
         assert found.verdict == NOT_JUDGED and found.difference.low == found.difference.high
         assert judge([found], base_values(BASE), 1.25)[0].state == NOT_JUDGED
+        shown = comparison_table(base, [found]).iloc[1]
+        assert shown["difference"] == f"{found.difference.value:+.3f}", "no interval where nothing tells the noise"
     base, _ = outcomes(np.random.default_rng(0), [2.0, 3.0])
     assert compare(base, [base], levels_like(1))[0].verdict == WITHIN, "no noise, no difference"
 
