@@ -25,6 +25,7 @@ SILENT_S = 120.0  # a worker at work that has not reported for so long is said t
 NUM_SHOWN = 3  # more workers than these are shown as a group
 ERROR_CHARS = 4000
 WORKING = "working"
+ENDED_EARLY = ("failed", "killed", "stopped")
 
 
 @dataclass
@@ -32,6 +33,7 @@ class _Worker:
     """What a rank reported last; `points` are (seconds, done) of its last minute."""
 
     done: int = 0
+    kept: int = 0
     seconds: float = 0.0
     device: str = ""
     bytes_written: int = 0
@@ -72,12 +74,13 @@ class JobStatus:
         self.stage, self.passed, self.stage_began = stage, passed, time.time()
         self._write("running")
 
-    def worker(self, rank: int, *, done: int, seconds: float, device: str = "", bytes_written: int = 0,
+    def worker(self, rank: int, *, done: int, kept: int, seconds: float, device: str = "", bytes_written: int = 0,
                shard: int | None = None, state: str = WORKING) -> None:
-        """What a worker reports: `done` units of this call and the `seconds` that it took for them, bytes on the disk,
-        the shard at hand; `state` is "working", "done", "lost", or what else it has to say."""
+        """What a worker reports: `done` units of this call, how many of them would be `kept` if it ended now, and the
+        `seconds` that it took for them, bytes on the disk, the shard at hand; `state` is "working", "done", "lost", or
+        what else it has to say."""
         worker = self.workers.setdefault(rank, _Worker())
-        worker.done, worker.seconds, worker.bytes_written = done, seconds, bytes_written
+        worker.done, worker.kept, worker.seconds, worker.bytes_written = done, kept, seconds, bytes_written
         worker.device, worker.shard, worker.state, worker.heard = device or worker.device, shard, state, time.time()
         worker.points.append((seconds, done))
         while len(worker.points) > 2 and worker.points[1][0] < seconds - RECENT_S:
@@ -88,12 +91,17 @@ class JobStatus:
         """Of a job that ends early: what is kept, from which it goes on; its workers may have come farther."""
         self.start, self.passed = done, 0
         for worker in self.workers.values():
-            worker.done = 0
+            worker.done = worker.kept = 0
 
     @property
     def done(self) -> int:
         """Units that are done, those of earlier calls included."""
         return self.start + self.passed + sum(worker.done for worker in self.workers.values())
+
+    @property
+    def kept(self) -> int:
+        """Units from which the job would go on if it ended now."""
+        return self.start + self.passed + sum(worker.kept for worker in self.workers.values())
 
     def note(self) -> str:
         """Workers, bytes written, room on the disk: "cuda:0 2,310/s, cuda:1 2,290/s (lost), 61.20 GB written"."""
@@ -106,7 +114,7 @@ class JobStatus:
             "shard": w.shard, "state": w.state, "heard": w.heard} for rank, w in sorted(self.workers.items())}
         return {"what": self.what, "state": state, "error": error[-ERROR_CHARS:], "process": self.process,
                 "began": self.began, "updated": time.time(), "total": self.total, "unit": self.unit,
-                "start": self.start, "done": self.done, "workers": workers,
+                "start": self.start, "done": self.done, "kept": self.kept, "workers": workers,
                 "rate": sum(w.rate for w in self.workers.values() if w.state == WORKING),
                 "bytes_written": sum(w.bytes_written for w in self.workers.values()),
                 "disk_free": None if self.disk is None else disk_free(self.disk), "stage": self.stage,
@@ -154,6 +162,8 @@ def read_status(path: Path | str) -> dict[str, Any] | None:
     """What a job's status file says; None without one, or with one that a power cut emptied.
 
     A job that is "running" whose launcher has ended is "killed". One on another host cannot be asked: its word stands.
+    Of a job that ended early, `done` is what is kept: a worker may have been in the middle of a shard, or past its last
+    checkpoint.
     """
     try:
         status = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -163,6 +173,8 @@ def read_status(path: Path | str) -> dict[str, Any] | None:
         return None
     if status["state"] == "running" and process_alive(status["process"]) is False:
         status["state"] = "killed"
+    if status["state"] in ENDED_EARLY:
+        status["done"] = status.get("kept", status["done"])  # which versions before 2026-12 did not write
     return status
 
 

@@ -117,7 +117,7 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
                     run_torchrun("dflash_lib.drafter.training_job",
                                  [folder, Path(store).resolve(), Path(model).resolve(), device, threads,
                                   json.dumps(asdict(compute)), options.init_from], compute.num_processes,
-                                 folder / "logs", threads, follow(progress, status, device, on_row),
+                                 folder / "logs", threads, follow(progress, status, folder, device, on_row),
                                  grace_s=SAVING_GRACE_S)
                 except BaseException:
                     status.stands_at(saved_step(folder))
@@ -128,10 +128,10 @@ def start_training(folder: Path | str, *, store: Path | str, model: Path | str, 
     return {**read_json(folder / "summary.json"), "job": state}
 
 
-def follow(progress: Progress, status: JobStatus, device: str,
+def follow(progress: Progress, status: JobStatus, folder: Path, device: str,
            on_row: Callable[[dict[str, Any]], None] | None = None) -> Callable[[dict[str, Any]], None]:
-    """What takes the first worker's log rows, shows them and notes them for other terminals; the rate counts from the
-    first step seen, not from step 0."""
+    """What takes the first worker's log rows of the training in `folder`, shows them and notes them for other
+    terminals; the rate counts from the first step seen, not from step 0."""
     began: float | None = None
 
     def take(row: dict[str, Any]) -> None:
@@ -139,7 +139,8 @@ def follow(progress: Progress, status: JobStatus, device: str,
         if began is None:
             progress.restart(row["step"])
             status.start, began = row["step"], time.monotonic()
-        status.worker(0, done=row["step"] - status.start, seconds=time.monotonic() - began, device=device)
+        status.worker(0, done=row["step"] - status.start, kept=saved_step(folder) - status.start,
+                      seconds=time.monotonic() - began, device=device)
         validation = row.get("validation")
         progress.set(row["step"], f"validation acceptance {validation['acceptance_length']:.3f}" if validation else "")
         if on_row:

@@ -252,7 +252,8 @@ def _run(job: ExtractionJob, plan: ExtractionPlan, log_dir: Path, workers: _Work
                 if not seen:
                     progress.restart(start)  # the rate is that of extracting, not of loading the target
                 seen[fields["rank"]] = fields
-                status.worker(fields["rank"], done=fields["tokens"], seconds=fields["seconds"], device=fields["device"],
+                status.worker(fields["rank"], done=fields["tokens"], kept=fields["written_tokens"],
+                              seconds=fields["seconds"], device=fields["device"],
                               bytes_written=fields["bytes_written"],
                               shard=fields["shard"] if fields["shard"] >= 0 else None, state=fields["state"])
                 progress.set(status.done, status.note())

@@ -49,7 +49,8 @@ def _run_shard(runner: BatchRunner, stream: ShardStream, shard: int, on_tokens: 
 
 class _Worker:
     """One worker's counts, and what it reports: rank, pid, device, shard, tokens and seconds since its first batch,
-    bytes of its finished shards, batches split, state ("working", "waiting", "done" or "lost"), and why it is lost."""
+    tokens and bytes of its finished shards, batches split, state ("working", "waiting", "done" or "lost"), and why it
+    is lost."""
 
     def __init__(self, claims: Claims, device: str, report: Callable[..., None]):
         self.claims, self.device, self.report = claims, device, report
@@ -66,8 +67,8 @@ class _Worker:
         self.said = time.monotonic()
         seconds = self.said - self.began if self.began is not None else 0.0
         self.report(rank=self.claims.rank, pid=os.getpid(), device=self.device, shard=self.shard, tokens=self.tokens,
-                    seconds=seconds, bytes_written=self.bytes_written, num_splits=self.num_splits, state=self.state,
-                    error=self.error)
+                    written_tokens=self.written_tokens, seconds=seconds, bytes_written=self.bytes_written,
+                    num_splits=self.num_splits, state=self.state, error=self.error)
 
     def wait(self, stream: ShardStream) -> None:
         """What is done while no shard can be had."""

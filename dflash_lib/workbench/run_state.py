@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lib.files import human_bytes
-from dflash_lib.job_status import describe_work, disk_free, read_status
+from dflash_lib.job_status import ENDED_EARLY, describe_work, disk_free, read_status
 from dflash_lib.locks import LOCK_NAME, lock_beside, lock_holder, process_alive
 from dflash_lib.progress import human_rate, human_seconds
 from dflash_lib.workbench.parameters import read_parameters_file
 from dflash_lib.workbench.runs import REPOSITORY, RUN_STATUS, RunError, load_record, notebook_paths, run_folder
 
 ERROR_LINES = 12
-NOT_WELL = ("failed", "killed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,9 @@ def describe_run(folder: Path) -> tuple[str, int]:
             lines += _job_lines(work, status)
     free = disk_free(store_of(folder))
     lines.append(f"disk: {human_bytes(free) if free is not None else 'unknown room'} free at {store_of(folder)}")
-    if not alive and newest is not None and newest[1]["state"] in NOT_WELL:
+    if not alive and newest is not None and newest[1]["state"] in ENDED_EARLY:
         lines += _error_lines(*newest)
-    wrong = not alive and (newest is not None and newest[1]["state"] in NOT_WELL or failed)
+    wrong = not alive and (newest is not None and newest[1]["state"] in ENDED_EARLY or failed)
     return "\n".join(lines), 1 if wrong else 0
 
 
@@ -155,7 +154,7 @@ def _stage_lines(folder: Path, run: dict[str, Any] | None, jobs: list[Work]) -> 
             text = f"{'passed' if record.get('passed') else 'FAILED':<8} {record.get('finished', '')[:19]}"
         elif at and run["state"] == "running":
             text = f"running  for {human_seconds(time.time() - run['stage_began'])}"
-        elif at and run["state"] in NOT_WELL:
+        elif at and run["state"] in ENDED_EARLY:
             text = run["state"]
         else:
             text = "not run"

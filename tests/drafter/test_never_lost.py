@@ -1,5 +1,6 @@
 """What may happen to a training: killed, its disk full, poisoned data, a spike; nothing is lost, nothing is hidden."""
 
+import io
 import os
 import random
 import signal
@@ -16,8 +17,11 @@ from dflash_lib.drafter.objective import batch_loss
 from dflash_lib.drafter.recipe import TrainingError
 from dflash_lib.drafter.termination import Termination
 from dflash_lib.drafter.training import NORMS_NEEDED, Trainer
+from dflash_lib.drafter.training_job import follow
 from dflash_lib.drafter.training_log import read_log
 from dflash_lib.files import read_json
+from dflash_lib.job_status import JobStatus
+from dflash_lib.progress import Progress
 from tests.drafter.running import (
     OPTIONS,
     assert_same_training,
@@ -157,6 +161,15 @@ def test_a_step_that_is_saved_already_is_left_as_it_is(tmp_path):
     inode = first.stat().st_ino
     assert checkpoints.save_checkpoint(tmp_path, 9, {"weight.a": torch.ones(2)}, {}) == first
     assert first.stat().st_ino == inode and checkpoints.load_newest(tmp_path)[0] == first
+
+
+def test_what_other_terminals_read_as_kept_is_the_newest_checkpoint(tmp_path):
+    status = JobStatus(tmp_path / "status.json", "training", 40, "steps", start=10)
+    take = follow(Progress(40, "train", "steps", stream=io.StringIO()), status, tmp_path, "cpu")
+    for step, saved in [(11, 10), (12, 10), (20, 20), (21, 20)]:
+        (tmp_path / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True, exist_ok=True)
+        take({"step": step})
+        assert (status.done, status.kept) == (step, saved)
 
 
 def test_asked_to_stop_before_the_first_step(tiny_store, tiny_llama, tmp_path):

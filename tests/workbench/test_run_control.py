@@ -208,7 +208,7 @@ from dflash_lib.locks import folder_lock
 store, status = sys.argv[1:]
 with folder_lock(store, "extraction"), JobStatus(status, "extraction", 10, "tokens") as job:
     try:
-        job.worker(0, done=4, seconds=1.0)
+        job.worker(0, done=4, kept=4, seconds=1.0)
         print("ready", flush=True)
         time.sleep(600)
     except KeyboardInterrupt:
