@@ -1,4 +1,4 @@
-# make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (about 15 minutes)
+# make demo        the whole job on SmolLM2-135M: environment, model, every notebook, report (10 to 20 minutes)
 # make demo-hybrid the tiny hybrid of data/tiny_hybrid, a small Qwen3.5: every notebook (about 4 minutes)
 # make test        the suite of every change
 # make test-full   the slow proofs only
